@@ -44,10 +44,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
-from lockstep_recipes.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
-from lockstep_recipes.tasks.vision.pictures.decode import decode
-from lockstep_recipes.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, stack_images
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
+from lockstep_recipes.tasks.vision.images.augment import AugmentOptions, eval_image, train_image
+from lockstep_recipes.tasks.vision.images.decode import decode
+from lockstep_recipes.tasks.vision.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"A": 224, "B": 128, "C": 224}
@@ -94,10 +94,10 @@ class Task:
         self.case, self.options = case, AugmentOptions()
 
     def prepare(self, sample: bytes, epoch: int, training: bool) -> torch.Tensor:
-        picture = Picture.from_pixels(decode(sample))
+        picture = AnnotatedImage.from_pixels(decode(sample))
         if self.case == "C":
-            return eval_picture(picture, 224, resize=256).image
-        return train_picture(picture, SIZES[self.case], self.options).image
+            return eval_image(picture, 224, resize=256).image
+        return train_image(picture, SIZES[self.case], self.options).image
 
     def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
         return stack_images(samples)
@@ -274,10 +274,11 @@ def with_workers(files: Files, options: argparse.Namespace) -> None:
 def operations(files: Files, options: argparse.Namespace) -> None:
     from PIL import ImageEnhance, ImageOps
 
-    from lockstep_recipes.tasks.vision.pictures import color, geometry
+    from lockstep_recipes.tasks.vision.images import color, geometry
 
     pictures = [
-        eval_picture(Picture.from_pixels(decode(data)), 224, resize=256) for data in files.pictures[: options.batch]
+        eval_image(AnnotatedImage.from_pixels(decode(data)), 224, resize=256)
+        for data in files.pictures[: options.batch]
     ]
 
     def by_pil(change):
@@ -330,7 +331,7 @@ def operations(files: Files, options: argparse.Namespace) -> None:
             lambda k, x: k.enhance.adjust_hue(x, 0.6),
         ),
         "rotation": (
-            lambda i: geometry.affine(Picture(i), turn, fill=128).image,
+            lambda i: geometry.affine(AnnotatedImage(i), turn, fill=128).image,
             lambda p: p.rotate(20, Image.Resampling.BILINEAR, fillcolor=(128, 128, 128)),
             lambda k, x: k.geometry.transform.rotate(x, torch.tensor([20.0])),
         ),

@@ -175,7 +175,7 @@ def test_missing_data_exits_with_1_and_names_the_folder(call, tmp_path):
     assert "nowhere: no such file or folder" in done.stderr
     (tmp_path / "empty" / "cats").mkdir(parents=True)
     # The failed start trained nothing, so its directory is free for another config.
-    assert "cats: no picture in a class folder" in call("train", "image_folder", "data.train=./empty").stderr
+    assert "cats: a class folder has no images" in call("train", "image_folder", "data.train=./empty").stderr
 
 
 def test_debug_shows_the_traceback_of_a_known_error(call):

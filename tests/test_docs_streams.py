@@ -14,7 +14,7 @@ def test_the_example_learns_and_goes_on(tmp_path, monkeypatch):
     exec(example, names)
     assert names["loss"] < 0.01
     log = (tmp_path / "runs" / "readings" / "train.log").read_text()
-    assert "reads from the last state before its place" in log
+    assert "reads from the last state before its position" in log
     read = names["Lines"].__iter__
     places = []
 

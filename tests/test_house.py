@@ -304,7 +304,7 @@ def test_few_folders_know_torch_distributed():
 
 LIGHT = """
 lockstep lockstep.cli.application lockstep.core.config.sections lockstep.configs.config_file
-lockstep_recipes.tasks.text.options lockstep_recipes.tasks.vision.pictures.options
+lockstep_recipes.tasks.text.options lockstep_recipes.tasks.vision.images.options
 lockstep_recipes.tasks.vision.classification.options
 lockstep_recipes.tasks.lm.options
 lockstep.core.data.order lockstep_lab.report.run_page lockstep_lab.report.comparison

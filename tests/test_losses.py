@@ -94,5 +94,5 @@ def test_targets_may_be_numbers_or_shares_with_pixels_left_out():
 def test_shapes_that_do_not_fit_are_an_error():
     shares = torch.rand(4, 3, 5, 5)
     for targets, valid in ((torch.zeros(4, 5, 6), None), (torch.zeros(4, 1, 5, 5), None), (shares, torch.ones(5, 5))):
-        with pytest.raises(UsageError, match=r"the probabilities have the shape \(4, 3, 5, 5\), the targets \(4, "):
+        with pytest.raises(UsageError, match=r"the shapes do not match: probabilities \(4, 3, 5, 5\), targets \(4, "):
             losses.dice(shares, targets, valid=valid)

@@ -83,7 +83,7 @@ def test_a_sample_of_weight_zero_is_never_drawn(weights):
     ("weights", "said"),
     [
         ([1, 2, -3, 4], "the weight of sample 2 is -3"),
-        ([1.0, float("nan"), -1.0], r"the weight of sample 1 is nan \(2 of 3 weights are such\)"),
+        ([1.0, float("nan"), -1.0], r"the weight of sample 1 is nan \(2 of 3 weights are invalid\)"),
         ([float("inf"), 1.0], "the weight of sample 0 is inf"),
         ([0.0, 0.0], "the sum of the 2 weights is 0"),
         ([1e308, 1e308], "the sum of the 2 weights is inf"),
@@ -116,7 +116,7 @@ def test_weights_are_seen_behind_subsets_and_in_joined_data():
     with pytest.raises(UsageError, match="not all data sets have `sample_weights`"):
         order_of(config(), joined)
     other.order = lockstep.WeightedSampler([1, 2, 3])
-    with pytest.raises(UsageError, match="the TensorDataset behind a Subset has an `order`"):
+    with pytest.raises(UsageError, match="the TensorDataset inside a Subset has an `order`"):
         order_of(config(), Subset(other, [0]))
 
 
@@ -175,10 +175,10 @@ def test_digits_can_be_balanced():
 @pytest.mark.parametrize(
     ("attributes", "keys", "said"),
     [
-        ({}, {"balance": "label"}, "data.balance: the labels of the samples are not known: Rows has none"),
+        ({}, {"balance": "label"}, "data.balance: the labels of the samples are unknown: Rows has no"),
         ({"labels": LABELS[:5]}, {"balance": "label"}, r"`labels` of Rows has the shape \(5,\)"),
         ({"labels": np.zeros((LENGTH, 2))}, {"balance": "label"}, r"`labels` of Rows has the shape \(90, 2\)"),
-        ({"sample_labels": None, "labels": LABELS}, {"balance": "label"}, "has none for each sample"),
+        ({"sample_labels": None, "labels": LABELS}, {"balance": "label"}, "has no attribute with one label per sample"),
         (
             {"labels": [None if number in (3, 8) else "a" for number in range(LENGTH)]},
             {"balance": "label"},
@@ -197,7 +197,7 @@ def test_digits_can_be_balanced():
         (
             {"labels": [(1, "a"), 3, 4.5] * (LENGTH // 3)},
             {"balance": "label"},
-            "is no array",
+            "is not an array",
         ),
         (
             {"labels": np.array(["a", 1, 2] * (LENGTH // 3), dtype=object)},
@@ -206,17 +206,17 @@ def test_digits_can_be_balanced():
         ),
         ({"labels": LABELS / 3}, {"balance": "label"}, "the type float64"),
         ({"labels": LABELS, "sample_weights": WEIGHTS}, {"balance": "label"}, "`sample_weights` and data.balance"),
-        ({"order": EasyFirst(), "sample_weights": WEIGHTS}, {}, "`order` and `sample_weights` are given"),
-        ({}, {"samples_per_epoch": 7}, "data.samples_per_epoch: nothing draws samples by weights"),
-        ({"order": EasyFirst()}, {"samples_per_epoch": 7}, "has a length of its own"),
-        ({"sample_weights": WEIGHTS[:-1]}, {}, "there are 89 weights, and 90 samples"),
-        ({"order": lockstep.WeightedSampler(np.ones(91))}, {}, "there are 91 weights, and 90 samples"),
+        ({"order": EasyFirst(), "sample_weights": WEIGHTS}, {}, "`order` and `sample_weights` are both given"),
+        ({}, {"samples_per_epoch": 7}, "data.samples_per_epoch: samples are not drawn by weights"),
+        ({"order": EasyFirst()}, {"samples_per_epoch": 7}, "has its own length"),
+        ({"sample_weights": WEIGHTS[:-1]}, {}, "there are 89 weights, but 90 samples"),
+        ({"order": lockstep.WeightedSampler(np.ones(91))}, {}, "there are 91 weights, but 90 samples"),
         ({"order": np.arange(LENGTH)}, {}, "it is of the type ndarray, which cannot be called"),
         ({"order": lambda positions, seed, epoch: positions}, {}, "its `length` is None"),
         (
             {"order": WeightedRandomSampler(WEIGHTS.tolist(), 10)},
             {},
-            "a sampler of torch",
+            "a torch sampler",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def drawing(function, length=60):
         (lambda positions, epoch: positions[:1], r"for 60 positions it returns the shape \(1,\)"),
         (lambda positions, epoch: np.random.randint(90, size=len(positions)), "when it is called again"),
         (lambda positions, epoch: np.sort(positions), "in reversed order"),
-        (lambda positions, epoch: positions % len(positions), "when fewer positions are asked for at once"),
+        (lambda positions, epoch: positions % len(positions), "when fewer positions are requested at once"),
     ],
 )
 def test_an_order_that_is_no_function_of_the_position_is_refused(function, said):

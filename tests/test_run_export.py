@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from lockstep.cli.export import next_step
-from lockstep_recipes.tasks.vision import use_pictures
+from lockstep_recipes.tasks.vision import use_images
 from tests import detector_cases, export_cases, own_tasks, runs
 from tests.box_cases import SMALL, box_folder
 from tests.image_cases import RESNET, picture_folder
@@ -111,15 +111,15 @@ def test_an_export_says_the_same_without_lockstep(found, folder, name):
 @pytest.mark.exhaustive
 def test_a_picture_that_is_too_small_for_the_program_is_named(found, folder, tmp_path):
     Image.new("RGB", (40, 5)).save(tmp_path / "tiny.png")
-    said = "the picture has 40 x 5 pixels, and model.pt2 takes 9 x 9 or more; enlarge it, or try `lockstep predict`"
+    said = "the image has 40 x 5 pixels, but model.pt2 needs at least 9 x 9; enlarge it, or try `lockstep predict`"
     for pictures, name in (
         (tmp_path / "tiny.png", tmp_path / "tiny.png"),
         ([np.zeros((9, 9, 3), np.uint8), np.zeros((5, 40, 3), np.uint8)], "picture 1"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {said}')}"):
-            use_pictures.predict(pictures, folder=folder / "unet" / "out")
+            use_images.predict(pictures, folder=folder / "unet" / "out")
     with pytest.raises(AttributeError):  # an error of another kind stays
-        use_pictures.predict([None], folder=folder / "unet" / "out")
+        use_images.predict([None], folder=folder / "unet" / "out")
 
 
 def test_the_line_at_the_end_of_an_export_works_when_it_is_pasted(found, folder, capsys):
@@ -159,7 +159,7 @@ def same_masks(task, ours, answer):
     ],
 )
 def test_a_mask_has_the_values_of_the_users_files(about, values, dtype):
-    mask = use_pictures._mask(np.array([[0, 1]]), {"classes": ["a", "b"]} | about)
+    mask = use_images._mask(np.array([[0, 1]]), {"classes": ["a", "b"]} | about)
     assert mask.tolist() == values
     assert mask.dtype == dtype
 
@@ -175,7 +175,7 @@ def test_a_detector_without_boxes_says_whether_the_threshold_is_the_reason():
 
     def boxes(threshold):
         pictures = [torch.zeros(3, 8, 8, dtype=torch.uint8)]
-        return use_pictures.detected(about | {"score_threshold": threshold}, run, pictures)[0]
+        return use_images.detected(about | {"score_threshold": threshold}, run, pictures)[0]
 
     assert boxes(0.3)["boxes"] == []
     assert "the highest score is 0.25: none reaches the threshold of 0.3" in boxes(0.3)["note"]

@@ -63,7 +63,7 @@ def test_a_run_goes_on_within_a_pass_on_another_number_of_ranks(kind, plain, tmp
 
 def test_a_stream_that_does_not_repeat_itself_is_an_error_when_a_run_goes_on(tmp_path):
     trained({"kind": Numbers}, settings(6), tmp_path)
-    with pytest.raises(LockstepError, match=r"sample 50 \(sample 19 of pass 2\) is not what it was"):
+    with pytest.raises(LockstepError, match=r"sample 50 \(sample 19 of pass 2\) differs from the sample"):
         trained({"kind": Later}, settings(STEPS), tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_another_global_batch_is_allowed_and_the_log_names_the_samples(tmp_path)
     runs.fit(Streamed(), settings(4), tmp_path)
     runs.fit(Streamed(), settings(6, batch={"global": 6}), tmp_path, allow_change=["batch.global"])
     log = (tmp_path / "train.log").read_text()
-    assert "samples 24 to 35 of the stream are trained again" in log
+    assert "samples 24 to 35 of the stream are used again" in log
 
 
 def rows(shards):
@@ -253,10 +253,10 @@ class Unsaved(Stateful):
         (
             {"length": 40},
             {"train": {"epochs": 2, "steps": None}},
-            "pass 1 gives 31 samples, and its length is said",
+            "pass 1 has 31 samples, but its length is given",
         ),
         ({"length": 30}, {"train": {"epochs": 2, "steps": None}}, "pass 1 gives more than 30 samples"),
-        ({"kind": Empty}, {}, "pass 1 gives no samples"),
+        ({"kind": Empty}, {}, "pass 1 has no samples"),
         ({"kind": Uncopied}, {}, r"a Uncopied cannot be copied(?s:.*)lockstep.Stream\(lambda: "),
         ({"kind": Unsaved}, {}, "the state cannot be saved: .*object"),
     ],

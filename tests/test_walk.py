@@ -29,10 +29,10 @@ ENGINE = {
     "core/train_metrics.py",
 }
 TASK = {
-    "tasks/vision/pictures/augment.py",
-    "tasks/vision/pictures/geometry.py",
-    "tasks/vision/pictures/normalise.py",
-    "tasks/vision/pictures/picture.py",
+    "tasks/vision/images/augment.py",
+    "tasks/vision/images/geometry.py",
+    "tasks/vision/images/normalise.py",
+    "tasks/vision/images/annotated.py",
     "recipes/digits.py",
     "tasks/class_metrics.py",
     "tasks/class_weights.py",

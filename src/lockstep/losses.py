@@ -1,8 +1,8 @@
-"""Losses of overlap for segmentation: Dice for each sample, and Dice over the global batch.
+"""Overlap losses for segmentation: Dice per sample, and Dice over the global batch.
 
-Dice is a ratio of sums. Over a micro-batch, it depends on how the batch was cut, and no factor repairs that. `dice` is
-a ratio for each sample, summed over samples, as `Task.loss` returns it. `overlaps` and `batch_dice` are a ratio over
-the global batch: `Task.embed` returns the sums of each sample, and `Task.loss` gets those of all samples.
+Dice is a ratio of sums. Computed per micro-batch, it depends on how the batch is split, and no factor corrects that.
+`dice` is a ratio per sample, summed over samples, as `Task.loss` returns it. `overlaps` and `batch_dice` compute a
+ratio over the global batch: `Task.embed` returns the sums of each sample, and `Task.loss` gets those of all samples.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ class Overlaps(NamedTuple):
     """Sums over the pixels of each sample, of shape (samples, classes). Dice, IoU and F-beta are ratios of them."""
 
     common: Tensor
-    """Of probability times target."""
+    """Sum of probability times target."""
     outputs: Tensor
-    """Of the probabilities."""
+    """Sum of the probabilities."""
     targets: Tensor
-    """Of the targets."""
+    """Sum of the targets."""
 
 
 def overlaps(probabilities: Tensor, targets: Tensor, *, valid: Tensor | None = None) -> Overlaps:
-    """The sums of each sample, from which ratios are made.
+    """The sums of each sample, from which ratios are computed.
 
     Args:
         probabilities: from 0 to 1, of shape (samples, classes, ...), such as `logits.softmax(dim=1)`, or
-            `logits.sigmoid()` where classes overlap, or where there is one class.
+            `logits.sigmoid()` if classes overlap, or if there is only one class.
         targets: from 0 to 1, of the same shape; or class numbers of shape (samples, ...). With one class, targets of
             shape (samples, ...) are 1 where a pixel has the class.
         valid: true where a pixel counts, of shape (samples, ...). None: all count.
 
     Raises:
-        UsageError: the shapes do not fit.
+        UsageError: the shapes do not match.
     """
     shape = probabilities.shape
     is_dense, is_numbered = targets.shape == shape, targets.shape == shape[:1] + shape[2:]
     if len(shape) < 2 or not (is_dense or is_numbered) or (valid is not None and valid.shape != shape[:1] + shape[2:]):
         of_valid = "" if valid is None else f", valid of {tuple(valid.shape)}"
         raise UsageError(
-            f"the probabilities have the shape {tuple(shape)}, the targets {tuple(targets.shape)}{of_valid}",
+            f"the shapes do not match: probabilities {tuple(shape)}, targets {tuple(targets.shape)}{of_valid}",
             where="lockstep.losses",
             remedy="give probabilities of shape (samples, classes, ...), targets of the same shape or of "
             "(samples, ...), and `valid` of (samples, ...)",
@@ -72,13 +72,13 @@ def dice(probabilities: Tensor, targets: Tensor, *, valid: Tensor | None = None,
 
     Args:
         probabilities, targets, valid: see `overlaps`.
-        smooth: keeps the ratio of empty samples. With 0, classes that a sample lacks do not count.
+        smooth: keeps the ratio defined for empty samples. With 0, classes that a sample lacks are ignored.
     """
     return _by_sample(overlaps(probabilities, targets, valid=valid), smooth).sum()
 
 
 def batch_dice(sums: Overlaps, *, smooth: float = 1.0) -> Tensor:
-    """1 - Dice over all samples, as the mean over classes, **times their number**. It is for a task with `embed`:
+    """1 - Dice over all samples, as the mean over classes, **times the number of samples**, for a task with `embed`:
 
         def embed(self, model, batch):
             return lockstep.losses.overlaps(model(batch[0]).sigmoid(), batch[1])
@@ -86,10 +86,10 @@ def batch_dice(sums: Overlaps, *, smooth: float = 1.0) -> Tensor:
         def loss(self, model, sums):
             return lockstep.losses.batch_dice(sums)
 
-    Lockstep divides by the samples of the global batch, so that the loss that is trained is 1 - Dice.
+    Lockstep divides by the number of samples in the global batch, so the loss is 1 - Dice.
 
     Args:
-        sums: of all samples of the global batch.
+        sums: the sums of all samples of the global batch.
         smooth: see `dice`.
     """
     whole = Overlaps(*(of_samples.sum(dim=0, keepdim=True) for of_samples in sums))

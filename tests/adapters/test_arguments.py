@@ -109,7 +109,7 @@ def test_what_cannot_be_kept_of_callbacks_and_arguments_is_refused_at_once():
         "warn",
     ):
         assert text in str(caught.value), text
-    assert "accumulate_grad_batches={0: 1, 4: 2}: give one whole number" in str(caught.value)
+    assert "accumulate_grad_batches={0: 1, 4: 2}: give one integer" in str(caught.value)
 
 
 def test_accumulation_is_one_number_for_the_whole_training():

@@ -121,7 +121,7 @@ def own_rank(self):
 
 
 REFUSED = [
-    ({"training_step": no_metric}, {}, "got a Counts, which is no torchmetrics.Metric in the module", no_metric, 1),
+    ({"training_step": no_metric}, {}, "got a Counts, which is not a torchmetrics.Metric of the module", no_metric, 1),
     ({"training_step": steps_itself}, {}, "only param_groups can be read", steps_itself, 1),
     ({"training_step": asks_for_schedulers}, {}, "param_groups[0]['lr']", asks_for_schedulers, 1),
     ({}, {"train_dataloader": own_rank}, "all ranks have the same data", own_rank, 1),
@@ -140,7 +140,7 @@ def test_what_is_refused_names_its_line_and_a_remedy(members, of_data, message, 
 def test_a_metric_of_the_training_that_keeps_all_samples_is_named_in_the_log():
     task = adapters.lightning(KeepsAll(), cases.Data())
     made(task)
-    assert any("no 'curve' of the training" in note and "thresholds=100" in note for note in task.notes)
+    assert any("'curve' is not logged during training" in note and "thresholds=100" in note for note in task.notes)
 
 
 class InSinglePrecision(cases.Net):
@@ -185,7 +185,7 @@ def test_labels_may_be_missing_where_samples_that_were_tried_lacked_some():
     assert loss_and_weight(adapters.lightning(OfSamples(), SeveralLabels()), 64)[1] is None  # the sample
     data = SeveralLabels()
     data.missing_from = 1  # every fourth sample is tried, from the first
-    with pytest.raises(LockstepError, match=r"batch\[1\] has the number -100.*no sample that was tried had it there"):
+    with pytest.raises(LockstepError, match=r"batch\[1\] contains -100.*no sample that was tried had it there"):
         loss_and_weight(adapters.lightning(OfSamples(), data), 64)
 
 

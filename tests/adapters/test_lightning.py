@@ -132,7 +132,7 @@ def test_the_optimizer_also_takes_copies_of_the_parameters():
     made = task.optimizer([{"params": copies, "name": "default"}])
     assert {id(one) for group in made.param_groups for one in group["params"]} == {id(one) for one in copies}
     other = [{"params": [torch.nn.Parameter(torch.zeros(3))], "name": "default"}]
-    with pytest.raises(LockstepError, match="of another model"):
+    with pytest.raises(LockstepError, match="a different model"):
         task.optimizer(other)
 
 
@@ -349,7 +349,7 @@ REFUSED = [
     ({}, {"train_dataloader": half}, "by a SequentialSampler", half, 0),
     ({"training_step": gathers}, {}, "self.all_gather communicates", gathers, 1),
     ({"training_step": sums}, {}, "is a sum over samples", sums, 0),
-    ({"training_step": normalises_by_batch}, {}, "is no mean over samples", normalises_by_batch, 0),
+    ({"training_step": normalises_by_batch}, {}, "is not a mean over samples", normalises_by_batch, 0),
     ({"training_step": world_size}, {}, "trainer.world_size", world_size, 1),
     ({"configure_optimizers": two_optimizers}, {}, "it returns 2 optimizers", two_optimizers, 0),
     ({"configure_optimizers": plateau}, {}, "schedule.plateau='{metric: eval/val_loss", plateau, 0),

@@ -180,7 +180,7 @@ def test_arguments_are_an_object_a_mapping_or_a_file(tmp_path):
 
 def test_the_log_says_what_to_do_for_the_largest_batch():
     task = adapters.transformers(model(), {"auto_find_batch_size": True}, train_dataset=samples(5, 0))
-    assert "halves the micro-batch anyway; `lockstep tune batch`" in task.notes[0]
+    assert "Lockstep halves the micro-batch; `lockstep tune batch`" in task.notes[0]
 
 
 def test_arguments_without_a_counterpart_are_named_all_at_once():
@@ -202,5 +202,5 @@ def test_a_loss_whose_units_are_not_known_is_refused(tmp_path):
 
     net.__class__ = Odd
     task = adapters.transformers(net, {}, train_dataset=samples(50, 0), data_collator=pad)
-    with pytest.raises(LockstepError, match="no mean over samples"):
+    with pytest.raises(LockstepError, match="not a mean over samples"):
         Trainer({"device": "cpu"}, run_dir=tmp_path / "run", quiet=True).fit(task)

@@ -1,4 +1,4 @@
-"""Sheets of pictures and confusion matrices: their sizes, what stands where, and bad input."""
+"""Sheets of images and confusion matrices: their sizes, what stands where, and bad input."""
 
 import io
 
@@ -77,7 +77,7 @@ def test_png_holds_the_pixels(tmp_path):
 
 
 def test_a_picture_that_is_taller_than_most_does_not_make_the_sheet_tall():
-    """A row is as tall as its pictures, and a tall picture fits beside the others."""
+    """A row is as tall as its images, and a tall image fits beside the others."""
     wide, tall = plain(40, 300, 90), plain(300, 100, 200)
     page = drawing.sheet([wide, wide, wide, tall], [""] * 4, columns=2, side=300)
     assert page.shape == (8 + (40 + 8) + (160 + 8), 8 + 2 * (300 + 8), 3)
@@ -136,7 +136,7 @@ def test_colours_of_classes_differ_from_black_white_and_each_other():
 
 @pytest.mark.parametrize(
     ("mask", "says"),
-    [(np.zeros((3, 3), int), r"\(3, 3\) for a picture of shape \(2, 3\)"), (np.full((2, 3), 4), "class 4.* 2 colours")],
+    [(np.zeros((3, 3), int), r"\(3, 3\) for an image of shape \(2, 3\)"), (np.full((2, 3), 4), "class 4.* 2 colours")],
 )
 def test_masks_that_do_not_fit_are_refused(mask, says):
     with pytest.raises(ValueError, match=says):

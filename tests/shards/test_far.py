@@ -55,7 +55,7 @@ def test_a_server_without_ranges_is_asked_once_for_each_shard(tmp_path, monkeypa
         server.http.sent.clear()
         assert read(shards) == SAMPLES
         assert len(server.http.sent) <= 3 * len(shard_cases.SIZES)  # of each shard: its size, no range, the whole
-        with pytest.raises(UsageError, match="gives no parts of files"):
+        with pytest.raises(UsageError, match="does not support range requests"):
             lockstep_recipes.Shards(f"{server.url}/part-{{0..3}}.tar", cache=20_000)[0]
 
 

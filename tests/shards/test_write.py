@@ -82,11 +82,13 @@ def test_another_writing_is_not_mixed_in(tmp_path):
     with pytest.raises(DataError, match=r"shard-00000.parquet: the shard has changed since it was counted"):
         lockstep_recipes.Shards(out)
     shard.unlink()
-    with pytest.raises(DataError, match=r"shard-00000.parquet: index.json has this shard, and it is not there"):
+    with pytest.raises(
+        DataError, match=r"shard-00000.parquet: index.json lists this shard, but the file does not exist"
+    ):
         lockstep_recipes.Shards(out)
-    with pytest.raises(UsageError, match="written in another way"):
+    with pytest.raises(UsageError, match="written with different settings"):
         write(LONG, out, kind=None, shard_bytes=6001, source="a")
-    with pytest.raises(UsageError, match="written in another way"):
+    with pytest.raises(UsageError, match="written with different settings"):
         write(LONG, out, kind="jsonl", shard_bytes=6000, source="a")
     (tmp_path / "foreign").mkdir()
     for content in ("[1]", "{}", '{"shards": [], "version": 2}'):
@@ -95,7 +97,7 @@ def test_another_writing_is_not_mixed_in(tmp_path):
             write(LONG, str(tmp_path / "foreign"), kind=None, shard_bytes=6000, source="a")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").touch()
-    with pytest.raises(UsageError, match="the folder has files already, such as x"):
+    with pytest.raises(UsageError, match="the folder already contains files, such as x"):
         write(LONG, str(tmp_path / "other"), kind=None, shard_bytes=6000)
     with pytest.raises(DataError, match="there are no samples"):
         write([], str(tmp_path / "none"), kind=None, shard_bytes=6000)
@@ -108,13 +110,13 @@ def test_another_writing_is_not_mixed_in(tmp_path):
 
     with pytest.raises(RuntimeError):
         write(broken(), str(tmp_path / "half"), kind=None, shard_bytes=6000)
-    with pytest.raises(DataError, match="the source gives other samples than before"):
+    with pytest.raises(DataError, match="the source has changed"):
         write(LONG[::-1], str(tmp_path / "half"), kind=None, shard_bytes=6000)
     with pytest.raises(DataError, match=r"(?s)sample 0: JSON cannot hold it.*--format"):
         write([{"a": b"x"}], str(tmp_path / "bytes"), kind="jsonl", shard_bytes=6000)
     with pytest.raises(DataError, match=r"(?s)do not fit into columns.*--format"):
         write([{"a": 1}, {"a": "x"}], str(tmp_path / "mixed"), kind="parquet", shard_bytes=6000)
-    with pytest.raises(DataError, match="is no name of a member"):
+    with pytest.raises(DataError, match="is not a valid member name"):
         write([{"__key__": "a.b", "jpg": b""}], str(tmp_path / "key"), kind=None, shard_bytes=6000)
 
 
@@ -188,7 +190,7 @@ def test_the_command_reads_what_people_have(tmp_path, monkeypatch):
     for arguments, message in (
         (("own.py:nothing", "f"), "there is no such function"),
         (("table.csv", "a", "--shard-size", "big"), "--shard-size"),
-        (("table.csv", "http://127.0.0.1/x"), "HTTP takes no files"),
+        (("table.csv", "http://127.0.0.1/x"), "cannot write to HTTP addresses"),
     ):
         code, output = command(*arguments)
         assert code == 2
@@ -226,14 +228,14 @@ def test_a_shard_that_is_gone_and_a_folder_that_is_a_file_are_told(tmp_path):
     write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
     shards = sorted((tmp_path / "out").glob("shard-*"))
     assert len(shards) > 2
-    with pytest.raises(DataError, match="it has 30 samples, and the source 29 now"):
+    with pytest.raises(DataError, match="it has 30 samples, but the source now has 29"):
         write(samples[1:], str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
-    with pytest.raises(DataError, match="the source has other samples now"):
+    with pytest.raises(DataError, match="the samples of the source have changed"):
         write([*samples[:-1], samples[0]], str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
     shards[1].unlink()
-    with pytest.raises(DataError, match=f"1 of the shards that were written are not there, such as {shards[1].name}"):
+    with pytest.raises(DataError, match=f"1 of the shards that were written are missing, such as {shards[1].name}"):
         write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
-    with pytest.raises(UsageError, match="no folder can be made"):
+    with pytest.raises(UsageError, match="cannot create the folder"):
         write(samples, str(shards[0]), kind="jsonl", shard_bytes=500)
 
 
@@ -245,7 +247,7 @@ def test_shards_that_are_not_all_written_are_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(ending(), str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
     assert list((tmp_path / "out").glob("shard-*"))
-    with pytest.raises(DataError, match="the writing of these shards has not ended"):
+    with pytest.raises(DataError, match="these shards are incomplete: writing them was interrupted"):
         lockstep_recipes.Shards(tmp_path / "out")
 
 

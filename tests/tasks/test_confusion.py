@@ -115,17 +115,17 @@ def test_of_many_classes_the_pairs_confused_most_are_shown():
         matrix[truth, said] = count * 1000
     before = matrix.clone()
     lines = confusion.confusions(matrix, [f"c{number}" for number in range(13)]).split("\n")
-    assert lines[:3] == ["  confused most:", "  11,000  c11 taken for c12", "  10,000  c10 taken for c11"]
-    assert lines[9:] == ["   3,000  c12 taken for c3", "   2,000  c1 taken for c0"]
+    assert lines[:3] == ["  most confused:", "  11,000  c11 predicted as c12", "  10,000  c10 predicted as c11"]
+    assert lines[9:] == ["   3,000  c12 predicted as c3", "   2,000  c1 predicted as c0"]
     assert torch.equal(matrix, before)
 
 
 def test_only_pairs_that_were_confused_are_shown():
     matrix = torch.diag(torch.full((13,), 5))
     labels = [f"c{number}" for number in range(13)]
-    assert confusion.confusions(matrix, labels) == "  nothing was confused"
+    assert confusion.confusions(matrix, labels) == "  no sample was misclassified"
     matrix[2, 1] = 1
-    assert confusion.confusions(matrix, labels) == "  confused most:\n       1  c2 taken for c1"
+    assert confusion.confusions(matrix, labels) == "  most confused:\n       1  c2 predicted as c1"
 
 
 def test_few_classes_are_listed_in_their_order_and_of_many_the_ends():

@@ -81,8 +81,8 @@ def test_lockstep_begins_with_weights_and_optimizer_of_a_plain_script(tmp_path):
     path, model, optimizer = trained_by_hand(tmp_path)
     weights, said = begin(path, tmp_path / "run")
     assert "the weights are from its key 'model'" in said
-    assert "the state of AdamW is taken, of 4 parameters; its settings are the config's" in said
-    assert "the loss scale is not taken (precision=fp32); a new training begins at step 0; not taken: epoch=7" in said
+    assert "the state of AdamW is loaded for 4 parameters; its settings come from the config" in said
+    assert "the loss scale is not loaded (precision=fp32); the new run starts at step 0; not loaded: epoch=7" in said
     plain_torch(own_tasks.Plain(), model, optimizer, range(3))  # a new training: its samples begin anew
     assert runs.difference(weights, state_of(model)) < 1e-14
     torch.save(torch.load(path)["model"], tmp_path / "weights.pt")
@@ -125,7 +125,7 @@ def test_ranks_begin_with_the_file_too(tmp_path, name):
     plain_torch(own_tasks.Plain(), model, optimizer, range(3))
     for weights, _ in run_ranks(world, runs.fit_kind, "Plain", {}, settings, tmp_path / "run"):
         assert runs.difference(weights, state_of(model)) < 1e-12
-    assert "the state of AdamW is taken, of 4 parameters" in (tmp_path / "run/train.log").read_text()
+    assert "the state of AdamW is loaded for 4 parameters" in (tmp_path / "run/train.log").read_text()
 
 
 def test_the_loss_scale_is_taken_where_there_is_one():
@@ -184,14 +184,14 @@ def test_what_differs_is_named(tmp_path):
     content["model"] |= {"2.bias": torch.ones(4), "9.x": torch.ones(1)}
     torch.save(content, path)
     with pytest.raises(
-        UsageError, match=r"(?s)plain.pt is of another model: 1 missing in the file: 0\.bias; "
+        UsageError, match=r"(?s)plain.pt belongs to a different model: 1 missing in the file: 0\.bias; "
     ) as error:
         begin(path, tmp_path / "run")
     assert "1 unknown to the model: 9.x; 1 differing: 2.bias (file [4], model [5])" in str(error.value)
     assert "train.init_skip" in str(error.value)
     _, said = begin(path, tmp_path / "other", train={"init_skip": ["0.bias", "2.bias", "9.x"]})
-    assert "these stay as Task.model made them: 0.bias, 2.bias" in said
-    assert "the optimizer's state is not taken: train.init_skip leaves out some of its weights" in said
+    assert "these keep the values of Task.model: 0.bias, 2.bias" in said
+    assert "the optimizer's state is not loaded: train.init_skip excludes some of its weights" in said
 
 
 class Evil:
@@ -210,12 +210,12 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, function, name, old_for
     torch.save(content, tmp_path / "evil.pt", _use_new_zipfile_serialization=not old_format)
     with pytest.raises(UsageError) as error:
         begin(tmp_path / "evil.pt", tmp_path / "run")
-    assert f"evil.pt is not read: it asks to call {name}. A file of torch.save" in str(error.value)
-    assert "only tensors and plain values are read (weights_only=True)" in str(error.value)
+    assert f"evil.pt cannot be read safely: it would call {name}. A torch.save file" in str(error.value)
+    assert "Lockstep reads only tensors and plain values (weights_only=True)" in str(error.value)
     assert error.value.where == "train.init_from"
     assert not (tmp_path / "ran").exists()
     torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
-    with pytest.raises(UsageError, match=r"it asks to call torch\.nn\.modules\.linear\.Linear"):
+    with pytest.raises(UsageError, match=r"it would call torch\.nn\.modules\.linear\.Linear"):
         torch_file.read(tmp_path / "module.pt")
 
 
@@ -230,9 +230,9 @@ def test_files_without_weights_are_refused_with_what_they_have(tmp_path):
 
     state = nn.Linear(2, 2).state_dict()
     assert "It has the keys 'optimizer', 'epoch'" in refusal({"optimizer": {}, "epoch": 1})
-    assert "holds a list, and no weights by name" in refusal([torch.ones(2)])
-    assert "holds weights under 'model' and under 'net'" in refusal({"model": state, "net": state})
-    assert "cannot be read as a file of torch.save" in refusal(state, lambda content: content[:-30])
+    assert "contains a list, not weights by name" in refusal([torch.ones(2)])
+    assert "contains weights under 'model' and under 'net'" in refusal({"model": state, "net": state})
+    assert "cannot be read as a torch.save file" in refusal(state, lambda content: content[:-30])
 
 
 # ---- which states of optimizers fit
@@ -280,19 +280,19 @@ def test_a_state_that_does_not_fit_is_not_taken():
     saved = saved_by(adamw)
     assert why_not(saved) is None
     assert why_not(saved, saved_class="AdamW") is None
-    assert why_not(saved, saved_class="Adam") == "it is of Adam, and the config has AdamW"
+    assert why_not(saved, saved_class="Adam") == "it belongs to Adam, but the config has AdamW"
     assert why_not({"state": {}, "param_groups": saved["param_groups"]}) == "it is empty"
     assert why_not("text") == "it is not in the format of torch.optim"
     wider = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert "exp_avg of 0.weight has the shape [3, 3], and not [4, 3]" in why_not(saved, model=wider)
     deeper = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2))
-    assert why_not(saved, model=deeper) == "it has 4 parameters, and the model 6, of which 6 train"
+    assert why_not(saved, model=deeper) == "it has 4 parameters, but the model has 6 (6 trainable)"
     infinite = saved_by(adamw)
     infinite["state"][1]["exp_avg"][0] = float("nan")
-    assert why_not(infinite) == "exp_avg of 0.bias holds numbers that are not finite"
+    assert why_not(infinite) == "exp_avg of 0.bias contains numbers that are not finite"
     lacking = saved_by(adamw)
     del lacking["state"][2]["exp_avg_sq"]
-    assert "its slots of 1.weight (step, exp_avg) are not those of this optimizer" in why_not(lacking)
+    assert "its slots of 1.weight (step, exp_avg) do not match this optimizer" in why_not(lacking)
 
 
 def test_groups_are_matched_by_names_or_by_the_same_groups():
@@ -312,7 +312,7 @@ def test_groups_are_matched_by_names_or_by_the_same_groups():
     first = right["state"][2]["exp_avg"]  # of 0.weight, the first of the second group
     assert torch.equal(loaded(right, in_groups, model)["0.weight"], first)
     assert loaded(named, adamw, model)["0.weight"].shape == (3, 3)
-    assert why_not(right) == "its 2 groups do not say which parameters they hold"
+    assert why_not(right) == "its 2 groups do not list their parameters by name"
     model.requires_grad_(True)[0].requires_grad_(False)
     trained = saved_by(lambda m: torch.optim.AdamW([p for p in m.parameters() if p.requires_grad]), model)
     assert why_not(trained, model=model) is None
@@ -374,8 +374,8 @@ def test_an_export_begins_another_run_with_all_its_state(tmp_path):
     saved = read(store.listed(tmp_path / "run/checkpoints")[0])
     assert torch.equal(content["optimizer"]["state"][0]["exp_avg"], saved["optimizer.2.weight.exp_avg"])
     _, said = begin(tmp_path / "a.pt", tmp_path / "next")  # without groups
-    assert "the state of AdamW is taken, of 4 parameters" in said
-    assert "not taken: step=6, epoch=0" in said
+    assert "the state of AdamW is loaded for 4 parameters" in said
+    assert "not loaded: step=6, epoch=0" in said
 
 
 def test_the_export_of_fp16_has_the_loss_scale(tmp_path):
@@ -406,5 +406,5 @@ def test_the_code_of_the_page_on_checkpoints_runs(tmp_path, monkeypatch):
         exec(compile(block, "docs/checkpoints.md", "exec"), places)
     for number, name in enumerate(("theirs.pt", "whole.pt")):
         Trainer(settings | {"train": {"steps": 1, "init_from": name}}, run_dir=f"runs/{number}", quiet=True).fit()
-        assert "of AdamW is taken" in Path(f"runs/{number}/train.log").read_text()
+        assert "of AdamW is loaded" in Path(f"runs/{number}/train.log").read_text()
     shutil.rmtree("runs")

@@ -1,1 +1,1 @@
-"""Pictures as arrays, and diagrams as SVG."""
+"""Images as arrays, and diagrams as SVG."""

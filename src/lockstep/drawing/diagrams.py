@@ -1,4 +1,4 @@
-"""Diagrams for people: curves, panels of curves, and confusion matrices."""
+"""Diagrams: curves, panels of curves, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.drawing.drawing import Picture, fitted, font_of, legend, palette, stacked
+from lockstep.drawing.drawing import ImageArray, fitted, font_of, legend, palette, stacked
 
 _GAP = 8
-_LINE = 14  # pixels from a line of text to the next
+_LINE = 14  # height of a line of text in pixels
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
-_MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = 60, 20, 2000  # classes of a matrix that has names, has numbers, is drawn
-_NAME_WIDTH = 110  # pixels of a class name beside a matrix
-_MOST_CURVES, _MOST_PANELS = 5, 6  # curves of a diagram, diagrams of a picture
+_MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = (
+    60,
+    20,
+    2000,
+)  # maximum number of classes to show names, show numbers, draw the matrix
+_NAME_WIDTH = 110  # width of a class name next to a matrix, in pixels
+_MOST_CURVES, _MOST_PANELS = 5, 6  # curves per diagram, diagrams per figure
 _GREY, _PALE = (128, 128, 128), (225, 225, 225)
 
 
@@ -29,18 +33,18 @@ def curves(
     x_range: tuple[float, float] = (0.0, 1.0),
     marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
     grey: Container[str] = (),
-) -> Picture:
-    """Curves in one diagram, with a legend, such as precision over recall for each class.
+) -> ImageArray:
+    """Curves in one diagram, with a legend, such as the precision-recall curve of each class.
 
     Args:
-        series: by name: x and y of the points, (points,) each. Points that are not finite interrupt a line.
-        x_range: what the axis of x shows. That of y shows 0 to 1.
-        marks: by name of a series: x and y of points, which are drawn as discs in the colour of the series.
+        series: by name, x and y of the points, (points,) each. Points that are not finite interrupt a line.
+        x_range: the range of the x axis. The y axis shows 0 to 1.
+        marks: by name of a series, x and y of points, which are drawn as discs in the colour of the series.
         grey: names of series that are drawn in grey, such as chance.
     """
     from PIL import Image, ImageDraw
 
-    left, top, wide, high, times = 56, 30, 480, 320, 2  # lines are drawn at twice the size: they become smooth
+    left, top, wide, high, times = 56, 30, 480, 320, 2  # lines are drawn at twice the size, for antialiasing
     inks = palette(len(series))
     inks[[name in grey for name in series]] = _GREY
     plot = Image.new("RGB", (wide * times, high * times), _PAPER)
@@ -66,7 +70,7 @@ def curves(
     page.paste(plot.resize((wide, high), Image.Resampling.BOX), (left, top))
     draw, font = ImageDraw.Draw(page), font_of()
     draw.rectangle((left - 1, top - 1, left + wide, top + high), outline=_GREY)
-    for name, ink in zip(series, inks, strict=True):  # on the page, so that discs at the edge are whole
+    for name, ink in zip(series, inks, strict=True):  # on the page, so that discs at the edge are not clipped
         for across, down in places(*marks.get(name, ((), ()))) / times:
             if np.isfinite(across + down):
                 middle = (left + across, top + down)
@@ -92,15 +96,13 @@ def panels(
     marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
     x_label: str = "",
     y_label: str = "",
-) -> Picture:
-    """Several diagrams of `curves`, two in a row, with at most five curves each, so that curves can be told apart.
-
-    A group with more curves has several diagrams. At most six diagrams are drawn, and the curves of the others are
-    named below.
+) -> ImageArray:
+    """Several diagrams of `curves`, two in a row, with at most five curves each, so that curves can be distinguished. A
+    group with more curves has several diagrams. At most six diagrams are drawn; the remaining curves are named below.
 
     Args:
-        groups: by name of a group: its curves, as in `curves`. The name is a part of the title; it may be empty.
-        also: further curves of every diagram, such as chance.
+        groups: by name of a group, its curves, as in `curves`. The name is part of the title; it may be empty.
+        also: additional curves of every diagram, such as chance.
         marks: as in `curves`.
     """
     parts = [
@@ -129,7 +131,7 @@ def panels(
     return stacked([page, _text(f"not drawn: {', '.join(left)}", page.shape[1])])
 
 
-def _text(text: str, width: int) -> Picture:
+def _text(text: str, width: int) -> ImageArray:
     """A text in as many lines as it needs: uint8 (height, `width`, 3)."""
     from PIL import Image, ImageDraw
 
@@ -144,17 +146,17 @@ def _text(text: str, width: int) -> Picture:
     return np.asarray(page)
 
 
-def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> Picture | None:
-    """A confusion matrix: a row for each true class, a column for each predicted class. The darker, the larger the
-    share of the row.
+def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> ImageArray | None:
+    """A confusion matrix: a row for each true class, a column for each predicted class. Darker cells are larger
+    fractions of their row.
 
     Args:
         counts: numbers (classes, classes).
-        names: of the classes. Empty: their numbers.
+        names: the names of the classes. Empty: their numbers.
 
     Returns:
-        None for more than 2000 classes. Up to 60 classes have their names beside the matrix, and up to 20 classes have
-        the counts in its cells.
+        None for more than 2000 classes. With up to 60 classes, names are next to the matrix; with up to 20, counts are
+        in its cells.
     """
     from PIL import Image, ImageDraw
 

@@ -1,7 +1,5 @@
-"""Draws for people: sheets of pictures with captions, masks in colour, boxes and legends. `diagrams` has curves.
-
-It uses Pillow only, with Pillow's own font.
-"""
+"""Draw figures: sheets of images with captions, coloured masks, boxes and legends. `diagrams` has curves. It uses only
+Pillow, with Pillow's own font."""
 
 from __future__ import annotations
 
@@ -15,40 +13,40 @@ import numpy.typing as npt
 
 from lockstep.core import atomic
 
-Picture = npt.NDArray[np.uint8]
+ImageArray = npt.NDArray[np.uint8]
 """uint8 (height, width, 3), RGB."""
 
 _COMPRESSION = 4  # of 9
-_SIDE = 160  # pixels of the longer side of a picture on a sheet, where nobody wishes another
-_TALLER = 1.25  # times the median height: the most of a picture on a sheet
+_SIDE = 160  # default longer side of an image on a sheet, in pixels
+_TALLER = 1.25  # maximum height of an image on a sheet, relative to the median height
 _GAP = 8
 _TEXT = 12  # size of texts
-_LINE = 14  # pixels from a line of text to the next
+_LINE = 14  # height of a line of text in pixels
 _MOST_LINES = 5  # of a caption
-_SMALL_TEXT, _SMALL_LINE = 10, 12  # size of texts at boxes, and pixels that a line of it needs
-_LINES_IN_SIDE = 200  # the longer side of a picture, in widths of the lines of boxes
-_USUAL_SIDE = 800  # pixels of the longer side up to which texts have their usual size
-_SEEN = 170  # of 255: how much the ground of a text at a box hides
+_SMALL_TEXT, _SMALL_LINE = 10, 12  # size of box captions, and height of a line in pixels
+_LINES_IN_SIDE = 200  # the longer side of an image, in line widths of boxes
+_USUAL_SIDE = 800  # up to this longer side in pixels, texts have their default size
+_SEEN = 170  # opacity of the background of a box caption, of 255
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
-_NARROW = 4  # pixels between pictures that belong together
-_DARK = 40  # a colour whose parts are all smaller is nearly black; whose parts are all larger than 255 - 40, white
-_NEAR = 60  # sum of the differences of red, green and blue, below which colours look alike
+_NARROW = 4  # pixels between images that belong together
+_DARK = 40  # a colour with all components below this is nearly black; above 255 - 40, nearly white
+_NEAR = 60  # colours look alike if the sum of the differences of red, green and blue is smaller
 _GREY, _RED = (128, 128, 128), (230, 25, 25)
-_GOLDEN = 0.6180339887  # the golden section: its multiples divide a circle evenly
+_GOLDEN = 0.6180339887  # the golden ratio: its multiples divide a circle evenly
 
 
-def png(picture: Picture) -> bytes:
-    """The picture as a PNG file."""
+def png(picture: ImageArray) -> bytes:
+    """The image as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
-    # The default level, 6, takes two to three times the time for files that are 2 % smaller.
+    # The default level, 6, takes two to three times as long for files that are 2 % smaller.
     Image.fromarray(picture).save(file, "PNG", compress_level=_COMPRESSION)
     return file.getvalue()
 
 
-def write(path: Path, picture: Picture) -> None:
-    """Write the picture as a PNG file, whole or not at all. Its folder is made if it is not there.
+def write(path: Path, picture: ImageArray) -> None:
+    """Write the image as a PNG file atomically. Its folder is created if it does not exist.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -59,26 +57,26 @@ def write(path: Path, picture: Picture) -> None:
 
 
 def sheet(
-    pictures: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE, width: int | None = None
-) -> Picture:
-    """Pictures side by side, row by row, with their captions below. Small pictures are enlarged, large ones reduced.
+    images: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE, width: int | None = None
+) -> ImageArray:
+    """Images side by side, row by row, with their captions below. Small images are enlarged, large ones reduced.
 
-    A row is as tall as its tallest picture. A picture that is taller than most is reduced, so that it fits beside the
-    others: to 1.25 times the median height.
+    A row is as tall as its tallest image. A very tall image is reduced to 1.25 times the median height.
 
     Args:
-        pictures: arrays of uint8 (height, width, 3), of any sizes.
-        captions: a text for each picture, of up to five lines. Longer lines are cut.
-        columns: pictures in a row.
-        side: the most pixels of the longer side of a picture on the sheet. Pictures are enlarged up to 160 pixels.
-        width: a sheet that would be wider, in pixels, has half of the columns, or a quarter, down to a single column.
+        images: arrays of uint8 (height, width, 3), of any sizes.
+        captions: a text for each image, of up to five lines. Longer lines are truncated.
+        columns: images in a row.
+        side: the maximum longer side of an image on the sheet, in pixels. Images are enlarged up to 160 pixels.
+        width: the maximum width of the sheet in pixels. If necessary, the number of columns is halved, down to a single
+            column.
 
     Raises:
-        ValueError: a picture is not such an array.
+        ValueError: an image is not a valid array.
     """
     from PIL import Image, ImageDraw
 
-    tiles = [_tile(picture, side) for picture in pictures]
+    tiles = [_tile(picture, side) for picture in images]
     if tiles:
         tallest = max(min(side, _SIDE), round(_TALLER * float(np.median([tile.height for tile in tiles]))))
         tiles = [_at_most(tile, tallest) for tile in tiles]
@@ -106,32 +104,32 @@ def sheet(
 
 def palette(count: int) -> npt.NDArray[np.uint8]:
     """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are
-    easy to tell apart."""
+    easy to distinguish."""
     steps = np.arange(count)
     hue = (steps * _GOLDEN) % 1.0 * 6  # neighbours are far from each other on the circle of hues
     strength, light = np.array([0.85, 0.55, 1.0])[steps // 7 % 3], np.array([0.95, 1.0, 0.6])[steps // 7 % 3]
-    place = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6  # from hue, strength and light to red, green, blue
+    place = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6  # from hue, saturation and lightness to red, green, blue
     fall = np.clip(np.minimum(place, 4 - place), 0, 1)
     colors: npt.NDArray[np.float64] = 255 * light[:, None] * (1 - strength[:, None] * fall)
     return colors.round().astype(np.uint8)
 
 
-def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Picture:
-    """A picture with its mask in colour on top.
+def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> ImageArray:
+    """An image with its mask in colour on top.
 
     Args:
         image: uint8 (height, width, channels) with 1 or 3 channels, or (height, width).
         mask: class numbers (height, width). Negative numbers are ignored pixels: they are hatched in grey.
         colors: uint8 (classes, 3), by class number.
-        alpha: the share of the mask's colour in a pixel. 1: the mask alone.
+        alpha: the opacity of the mask. 1: only the mask is visible.
 
     Raises:
-        ValueError: the mask has another size than the picture, or a class without a colour.
+        ValueError: the mask and the image differ in size, or a class has no colour.
     """
     pixels, numbers = _rgb(image), np.asarray(mask)
     table = np.asarray(colors, dtype=np.float32).reshape(-1, 3)
     if numbers.shape != pixels.shape[:2]:
-        raise ValueError(f"a mask of shape {numbers.shape} for a picture of shape {pixels.shape[:2]}")
+        raise ValueError(f"a mask of shape {numbers.shape} for an image of shape {pixels.shape[:2]}")
     if numbers.size and numbers.max() >= len(table):
         raise ValueError(f"the mask has the class {numbers.max()}, but there are {len(table)} colours")
     ignored = numbers < 0
@@ -142,7 +140,7 @@ def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Pict
 
 
 def _hatched(height: int, width: int) -> npt.NDArray[np.float32]:
-    """Grey and white diagonals: (height, width, 3). They are wider in large pictures."""
+    """Grey and white diagonals: (height, width, 3). They are wider in large images."""
     step = max(2, round(4 * scale_of(max(height, width))))
     stripe = (np.add.outer(np.arange(height), np.arange(width)) // step) % 2
     grey: npt.NDArray[np.float32] = np.where(stripe, 255.0, 96.0).astype(np.float32)
@@ -150,17 +148,17 @@ def _hatched(height: int, width: int) -> npt.NDArray[np.float32]:
 
 
 def distinct(colors: Any) -> npt.NDArray[np.uint8]:
-    """Colours of classes that can be told apart in a drawing: uint8 (classes, 3).
+    """Distinguishable colours of classes for drawing: uint8 (classes, 3).
 
-    A colour stays if it is neither nearly black, which darkens a picture like no class at all, nor nearly white, nor
-    near to the colour of an earlier class. The first black becomes grey. Others get the next free colour of `palette`.
+    A colour is replaced if it is nearly black (which only darkens an image), nearly white, or similar to the colour of
+    an earlier class. The first black becomes grey. Otherwise the replacement is the next free colour of `palette`.
 
     Args:
-        colors: (classes, 3), as people gave them.
+        colors: (classes, 3), from the user.
     """
     found = np.asarray(colors, dtype=np.int64).reshape(-1, 3).copy()
     spare = np.concatenate([[_GREY], palette(2 * len(found) + 16)]).astype(np.int64)
-    nearest = np.full(len(spare), 3 * 255)  # from each spare colour to the nearest colour in use
+    nearest = np.full(len(spare), 3 * 255)  # distance of each spare colour to the nearest colour in use
     changed: list[int] = []
     for place, color in enumerate(found):
         earlier = np.delete(found[:place], changed, axis=0)
@@ -180,25 +178,25 @@ def distinct(colors: Any) -> npt.NDArray[np.uint8]:
 
 def with_boxes(
     image: Any, boxes: Any, texts: Sequence[str | Sequence[str]] = (), colors: Any = (), *, side: int | None = None
-) -> Picture:
-    """A picture with boxes, and with a text at each box that has room for it.
+) -> ImageArray:
+    """An image with boxes, and with a caption for each box if there is space.
 
-    A text stands above its box, below it where there is no room, or inside a large box. It is no wider than the box,
-    and covers neither another text nor a large part of another box. Where this cannot be, the box has no text: a
-    `legend` tells its class. Later boxes are more important: they are drawn over earlier ones, and get their texts
-    first.
+    A caption is above its box, below it if there is no space above, or inside a large box. It is not wider than the
+    box, and does not cover other captions or a large part of another box. If that is impossible, the box has no
+    caption; a `legend` shows its class. Later boxes are more important: they are drawn over earlier ones, and get their
+    captions first.
 
     Args:
         image: as in `colored_mask`.
-        boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are cut at the edge of the picture.
-        texts: of each box: a text, or several of which the first that has room is drawn, such as `cell 0.93`, `0.93`.
-            Empty: no texts.
+        boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are clipped at the edge of the image.
+        texts: for each box a caption, or several alternatives such as `cell 0.93`, `0.93`; the first that fits is
+            drawn. Empty: no captions.
         colors: uint8 (boxes, 3), or a single colour (3,). Empty: red.
-        side: the picture is scaled so that its longer side has `side` pixels, before texts and lines are drawn. So
-            they stay readable. None: the picture keeps its size.
+        side: the image is scaled so that its longer side has `side` pixels, before texts and lines are drawn, so that
+            they stay readable. None: the image keeps its size.
 
-    Lines are as wide as 1/200 of the longer side of the picture, and at most a sixth of the shorter side of their box.
-    Texts are larger in pictures of more than 800 pixels.
+    Lines are as wide as 1/200 of the longer side of the image, and at most a sixth of the shorter side of their box.
+    Texts are larger in images of more than 800 pixels.
     """
     from PIL import Image, ImageDraw
 
@@ -242,18 +240,18 @@ def with_boxes(
 
 
 def scale_of(longer: int) -> float:
-    """The factor by which texts are larger than usual in a picture with a longer side of `longer` pixels: 1 or more."""
+    """The scale of texts in an image with a longer side of `longer` pixels: 1 or more."""
     return max(1.0, longer / _USUAL_SIDE)
 
 
 def _text_place(box: Any, wide: int, high: int, *, taken: Any, others: Any, far: Any) -> tuple[int, int] | None:
-    """The left upper corner of a text of `wide` x `high` pixels at a box, or None if there is no room.
+    """The upper left corner of a caption of `wide` x `high` pixels at a box, or None if there is no space.
 
     Args:
         box: left, top, right, bottom in pixels.
-        taken: (texts, 4): places of other texts, which must stay free.
-        others: (boxes, 4): boxes of which a text may hide a quarter at most.
-        far: the last pixels of the picture.
+        taken: (texts, 4): rectangles of other captions, which must not be covered.
+        others: (boxes, 4): boxes; a caption may cover at most a quarter of each.
+        far: the last pixels of the image.
     """
     left, top, right, bottom = box.tolist()
     if wide > right - left + 1:
@@ -270,30 +268,30 @@ def _text_place(box: Any, wide: int, high: int, *, taken: Any, others: Any, far:
 
 
 def _common(one: Any, others: Any) -> Any:
-    """Pixels that a rectangle has in common with each of others: (others,)."""
+    """Pixels that a rectangle shares with each of the others: (others,)."""
     sides = np.minimum(one[2:], others[:, 2:]) - np.maximum(one[:2], others[:, :2]) + 1
     return sides.clip(min=0).prod(axis=1)
 
 
-def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: int | None = None) -> Picture:
-    """Pictures in one row with a narrow gap, such as image, truth and prediction.
+def side_by_side(images: Sequence[Any], titles: Sequence[str] = (), *, side: int | None = None) -> ImageArray:
+    """Images in one row with a narrow gap, such as image, truth and prediction.
 
     Args:
-        pictures: as `image` in `colored_mask`, of any sizes. They are scaled to the height of the first.
-        titles: a short text above each picture. Empty: no texts.
-        side: width of the row in pixels: the pictures are scaled. None: the first picture keeps its size.
+        images: as in `colored_mask`, of any sizes. They are scaled to the height of the first.
+        titles: a short text above each image. Empty: no texts.
+        side: width of the row in pixels, to which the images are scaled. None: the first image keeps its size.
     """
     from PIL import Image, ImageDraw
 
-    images = [Image.fromarray(_rgb(picture)) for picture in pictures]
-    gaps = _NARROW * (len(images) - 1)
-    shapes = [image.width / image.height for image in images]
-    height = max(1, int((side - gaps) / sum(shapes))) if side else images[0].height
-    images = [_resized(image, max(1, int(height * shape)), height) for image, shape in zip(images, shapes, strict=True)]
+    tiles = [Image.fromarray(_rgb(picture)) for picture in images]
+    gaps = _NARROW * (len(tiles) - 1)
+    shapes = [image.width / image.height for image in tiles]
+    height = max(1, int((side - gaps) / sum(shapes))) if side else tiles[0].height
+    tiles = [_resized(image, max(1, int(height * shape)), height) for image, shape in zip(tiles, shapes, strict=True)]
     head = _LINE + 2 if titles else 0
-    row = Image.new("RGB", (side or sum(image.width for image in images) + gaps, height + head), _PAPER)
+    row = Image.new("RGB", (side or sum(image.width for image in tiles) + gaps, height + head), _PAPER)
     draw, font, left = ImageDraw.Draw(row), font_of(), 0
-    for number, image in enumerate(images):
+    for number, image in enumerate(tiles):
         row.paste(image, (left, head))
         if titles:
             draw.text((left, 0), fitted(titles[number], image.width, font), fill=_INK, font=font)
@@ -301,15 +299,17 @@ def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: i
     return np.asarray(row)
 
 
-def legend(names: Sequence[str], colors: Any, *, width: int, ignored: str | None = None, scale: float = 1.0) -> Picture:
-    """Names beside their colours, in as many lines as they need: uint8 (height, `width`, 3).
+def legend(
+    names: Sequence[str], colors: Any, *, width: int, ignored: str | None = None, scale: float = 1.0
+) -> ImageArray:
+    """Names next to their colours, in as many lines as needed: uint8 (height, `width`, 3).
 
     Args:
-        names: of the classes.
+        names: the names of the classes.
         colors: uint8 (classes, 3).
-        width: in pixels.
+        width: the width in pixels.
         ignored: a name for hatched pixels, which comes last. None: there are none.
-        scale: of the texts; see `scale_of`.
+        scale: the scale of the texts; see `scale_of`.
     """
     from PIL import Image, ImageDraw
 
@@ -335,26 +335,26 @@ def legend(names: Sequence[str], colors: Any, *, width: int, ignored: str | None
     return np.asarray(page)
 
 
-def stacked(pictures: Sequence[Any]) -> Picture:
-    """Pictures of equal or different widths below each other, on white: a row of pictures and its legend."""
+def stacked(pictures: Sequence[Any]) -> ImageArray:
+    """Images of equal or different widths below each other, on white: a row of images and its legend."""
     parts = [_rgb(picture) for picture in pictures]
     width = max(part.shape[1] for part in parts)
     parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]), (0, 0)), constant_values=255) for part in parts]
     return np.concatenate(parts)
 
 
-def _rgb(picture: Any) -> Picture:
-    """The picture with three channels.
+def _rgb(picture: Any) -> ImageArray:
+    """The image with three channels.
 
     Raises:
-        ValueError: it is no uint8 array of (height, width), or of (height, width, channels) with 1 or 3 channels.
+        ValueError: it is not a uint8 array of (height, width), or of (height, width, channels) with 1 or 3 channels.
     """
     array = np.asarray(picture)
     if array.ndim == 2:
         array = array[..., None]
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
         raise ValueError(
-            f"a picture has dtype {array.dtype} and shape {array.shape}; "
+            f"an image has dtype {array.dtype} and shape {array.shape}; "
             "it must be uint8 of shape (height, width), or (height, width, channels) with 1 or 3 channels"
         )
     return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
@@ -375,18 +375,18 @@ def _resized(image: Any, width: int, height: int) -> Any:
 
 
 def _tile(picture: Any, side: int) -> Any:
-    """A Pillow image of the picture, with `side` as its longer side if it is larger. A smaller picture is enlarged to
+    """A Pillow image of the image, with `side` as its longer side if it is larger. A smaller image is enlarged to
     `_SIDE`, or to a little less."""
     from PIL import Image
 
     array = np.asarray(picture)
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
         raise ValueError(
-            f"a picture has dtype {array.dtype} and shape {array.shape}; it must be uint8 of shape (height, width, 3)"
+            f"an image has dtype {array.dtype} and shape {array.shape}; it must be uint8 of shape (height, width, 3)"
         )
     image = Image.fromarray(np.ascontiguousarray(array))
     longer, least = max(image.size), min(side, _SIDE)
-    if longer <= least // 2:  # whole pixels of a small picture stay sharp
+    if longer <= least // 2:  # an integer factor keeps the pixels of a small image sharp
         times = least // longer
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     return _scaled(image, min(side, max(longer, least)))
@@ -400,7 +400,7 @@ def _at_most(image: Any, height: int) -> Any:
 
 
 def fitted(text: str, width: int, font: Any) -> str:
-    """`text`, cut where it is wider than `width` pixels."""
+    """`text`, truncated to `width` pixels."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}...") > width:

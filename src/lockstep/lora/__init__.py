@@ -1,1 +1,1 @@
-"""Models of which little trains, such as adapters of peft: checkpoints without the frozen weights, and exports."""
+"""Models with mostly frozen weights, such as peft adapters: checkpoints without the frozen weights, and exports."""

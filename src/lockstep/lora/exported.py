@@ -1,4 +1,4 @@
-"""How an export of adapters is loaded."""
+"""How to load an export of adapters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 
 def loading(folder: Path) -> str:
-    """A line of Python that makes the model of adapters in a folder. A task of one's own makes its base itself."""
+    """A line of Python that loads the model of the adapters in a folder. For your own task, make the base model
+    yourself."""
     place, base = str(folder), "MODEL"
     names = ["from peft import PeftConfig, PeftModel"]
-    if (folder / "config.json").exists():  # of a classifier, with its labels
+    if (folder / "config.json").exists():  # for a classifier, with its labels
         names.append("from transformers import AutoConfig, AutoModelForSequenceClassification as Auto")
         base = f"PeftConfig.from_pretrained({place!r}).base_model_name_or_path"
         base = f"Auto.from_pretrained({base}, config=AutoConfig.from_pretrained({place!r}))"

@@ -1,4 +1,4 @@
-"""Exports of a peft model: adapters as `PeftModel.from_pretrained` loads them, or merged into the weights."""
+"""Export a peft model: adapters for `PeftModel.from_pretrained`, or merged into the weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def is_peft(model: nn.Module) -> bool:
-    """True if the model itself is what `peft.get_peft_model` returns. Asking imports nothing."""
+    """True if the model is the result of `peft.get_peft_model`. This does not import peft."""
     return hasattr(model, "peft_config") and hasattr(model, "merge_and_unload")
 
 
 def adapters(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the adapters under the names that peft reads.
+    """The tensors of the adapters, with the names that peft reads.
 
     Args:
-        tensors: of the `state_dict`, whole, in host memory.
+        tensors: the full tensors of the `state_dict`, in host memory.
 
     Raises:
         UsageError: there are several adapters.
@@ -38,7 +38,7 @@ def adapters(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_config(model: Any, folder: Path) -> None:
-    """Write `adapter_config.json`. A folder with the base weights gets its whole path."""
+    """Write `adapter_config.json`. The path of a local base model becomes absolute."""
     config = model.peft_config[_adapter(model)]
     before = config.base_model_name_or_path, config.inference_mode
     base = str(before[0] or "")
@@ -51,10 +51,10 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 def write_config_of_base(model: Any, folder: Path) -> None:
-    """Write the config that transformers reads beside whole weights, where the model without adapters has one."""
+    """Write the config that transformers reads next to full weights, if the base model has one."""
     base = model.get_base_model()
     if hasattr(base, "config"):
-        base.config.architectures = [type(base).__name__]  # as transformers writes it: the body alone may be pretrained
+        base.config.architectures = [type(base).__name__]  # as transformers writes it: only the body may be pretrained
     for name in ("config", "generation_config"):
         config: Any = getattr(base, name, None)
         if hasattr(config, "save_pretrained"):
@@ -62,10 +62,10 @@ def write_config_of_base(model: Any, folder: Path) -> None:
 
 
 def merged(model: Any) -> dict[str, Tensor]:
-    """All weights with the adapters in them, under the names of the model without peft.
+    """All weights with the adapters merged, with the names of the model without peft.
 
     Args:
-        model: whole, with the trained weights. It is changed.
+        model: the full model with the trained weights. It is changed in place.
 
     Raises:
         UsageError: there are several adapters.
@@ -81,6 +81,6 @@ def _adapter(model: Any) -> str:
     names = list(model.peft_config)
     if len(names) > 1:
         what = f"the model has {len(names)} adapters: {', '.join(names)}"
-        remedy = "write those that you want in Presenter.export_weights, or train one"
+        remedy = "choose the adapters to write in Presenter.export_weights, or train only one"
         raise UsageError(what, where="lockstep export", remedy=remedy)
     return str(names[0])

@@ -1,4 +1,4 @@
-"""Checkpoints without frozen weights: they hold a digest of these in their place."""
+"""Checkpoints without frozen weights: they contain a digest of these instead."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ from lockstep.core.parameter_names import matches, names_of_parameters
 
 M = TypeVar("M", bound=nn.Module)
 BASE = "frozen_base"
-"""The name of the module that stands in a model for its frozen weights."""
-_UNUSED = ".original_module."  # peft's copy of a layer that trains as a whole
-_MANY = 1_000_000  # frozen numbers of which a note is worth while
+"""The name of the module that replaces the frozen weights in a model's `state_dict`."""
+_UNUSED = ".original_module."  # peft's copy of a layer that trains completely
+_MANY = 1_000_000  # from this many frozen parameters, the log suggests `trained_only`
 
 
 def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str] = ()) -> M:
-    """Leave the frozen weights of a model out of its `state_dict`, and so out of checkpoints: for `Task.model`.
+    """Leave the frozen weights of a model out of its `state_dict` and checkpoints: for `Task.model`.
 
-    Their names and values are hashed. A run resumes only over the same frozen weights, which `Task.model` makes each
-    time. So they must not change: a run whose training changes them ends with an error. Buffers stay in the
+    Their names and values are hashed. A run only resumes with the same frozen weights, which `Task.model` creates each
+    time. So they must not change: if training changes them, the run ends with an error. Buffers stay in the
     `state_dict`.
 
     Args:
         model: changed in place. Its tensors may be on the meta device.
-        name: of the frozen weights, for errors. None: where transformers loaded them, or the name of the class.
-        keep: patterns of names of frozen parameters that stay in the `state_dict`, with `*` and `?`: those that change
-            without an optimizer, such as a teacher that follows its student.
+        name: the name of the frozen weights, for errors. None: where transformers loaded them from, or the name of the
+            class.
+        keep: patterns (`*` and `?`) for names of frozen parameters that stay in the `state_dict`, because they change
+            without an optimizer, such as those of an EMA teacher.
 
     Returns:
         `model`.
 
     Raises:
-        UsageError: all parameters train, or none, or a pattern of `keep` matches no frozen parameter.
+        UsageError: all parameters train, or none, or a pattern of `keep` does not match any frozen parameter.
     """
     parameters = dict(model.named_parameters())
     frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
     if not frozen or len(frozen) == len(parameters):
         what = f"{'all' if frozen else 'none'} of the {len(parameters)} parameters are frozen"
-        remedy = "freeze those that do not train: parameter.requires_grad_(False); or return the model itself"
+        remedy = (
+            "freeze the parameters that do not train with parameter.requires_grad_(False), or return the model itself"
+        )
         raise UsageError(what, where="lockstep.trained_only", remedy=remedy)
     names, patterns = names_of_parameters(model), [keep] if isinstance(keep, str) else keep
     for pattern in patterns:
         if not any(matches(names[key], [pattern]) for key in frozen):
             remedy = f"use patterns over names such as: {listed(list(frozen), 5)}"
-            raise UsageError(f"{pattern!r} matches no frozen parameter", where="trained_only(keep=...)", remedy=remedy)
+            raise UsageError(
+                f"{pattern!r} does not match any frozen parameter", where="trained_only(keep=...)", remedy=remedy
+            )
     changing = {id(parameter) for key, parameter in frozen.items() if matches(names[key], patterns)}
     name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
     hashed = {key: one for key, one in frozen.items() if id(one) not in changing and _UNUSED not in f".{key}."}
@@ -65,7 +70,7 @@ def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str]
 
 
 def leave_out(model: M, kept: Iterable[str], base: FrozenBase) -> M:
-    """Put `base` into a model in the place of all entries of its `state_dict` but `kept`."""
+    """Make `base` replace all entries of a model's `state_dict` except `kept`."""
     names = {*kept, f"{BASE}._extra_state"}
     model.add_module(BASE, base)
     hooked: Any = model
@@ -90,12 +95,13 @@ def digest_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class FrozenBase(nn.Module):
-    """Stands in a model for its frozen weights: a checkpoint holds their name and digest, and not their values.
+    """Replaces the frozen weights in a model's state: a checkpoint contains their name and digest instead of their
+    values.
 
     Args:
-        name: of the model that has these weights.
-        digest: of the weights, (16), uint8. With FSDP, ranks without weights get it from rank 0.
-        where: what gives the weights, for errors.
+        name: the name of the model that has these weights.
+        digest: the digest of the weights, (16), uint8. With FSDP, ranks without weights get it from rank 0.
+        where: what provides the weights, for errors.
     """
 
     digest: Tensor
@@ -117,19 +123,22 @@ class FrozenBase(nn.Module):
         """Compare with a checkpoint.
 
         Raises:
-            UsageError: what trained in it belongs to other frozen weights.
+            UsageError: the trained weights in it belong to different frozen weights.
         """
         if torch.equal(state["digest"].cpu(), self.digest.cpu()):
             return
         then, now = (bytes(digest.tolist()).hex() for digest in (state["digest"], self.digest))
-        what = f"the adapters are of the weights of {state['model']} (digest {then}), and {self.name} has digest {now}"
-        remedy = f"let {self.where} give the frozen weights that the run began with (weights that are made at random "
-        remedy += "differ each time), or start anew with --fresh"
+        what = (
+            f"the adapters belong to the weights of {state['model']} (digest {then}), but {self.name} has the "
+            f"digest {now}"
+        )
+        remedy = f"let {self.where} return the frozen weights that the run started with (random initial weights "
+        remedy += "differ each time), or start again with --fresh"
         raise UsageError(what, where=self.where, remedy=remedy)
 
 
 def note(model: nn.Module) -> list[str]:
-    """A note for the log, where most of each checkpoint would be frozen weights."""
+    """A note for the log, if checkpoints would consist mostly of frozen weights."""
     if BASE in model._modules:
         return []
     counts = {True: 0, False: 0}
@@ -138,7 +147,7 @@ def note(model: nn.Module) -> list[str]:
     if counts[False] < max(_MANY, counts[True]):
         return []
     share = counts[False] / sum(counts.values())
-    text = f"note: {share:.0%} of the parameters are frozen, and every checkpoint holds them; "
+    text = f"note: {share:.0%} of the parameters are frozen, and every checkpoint contains them; "
     return [f"{text}`return lockstep.trained_only(model)` in Task.model leaves them out: lockstep --explain lora"]
 
 
@@ -147,7 +156,7 @@ def _is_meta(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _leave_out(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Keep of a state what trains, and the digest, as long as the model has a frozen base."""
+    """Reduce a state to trainable weights and the digest, as long as the model has a frozen base."""
     if BASE not in module._modules:
         return
     for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in kept]:
@@ -155,5 +164,5 @@ def _leave_out(kept: set[str], module: nn.Module, state: dict[str, Any], prefix:
 
 
 def _let_miss(kept: set[str], _: nn.Module, keys: Any) -> None:
-    """Let the model load a state that `_leave_out` made."""
+    """Make the model load a state that `_leave_out` produced."""
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in kept]

@@ -181,7 +181,7 @@ class RunPictures(Viewer):
             page = drawing.sheet(pictures, captions, columns=columns, side=side, width=width)
             self._save(name, page, step=step, file=file)
 
-    def _save(self, name: str, picture: drawing.Picture, *, step: int, file: str) -> None:
+    def _save(self, name: str, picture: drawing.ImageArray, *, step: int, file: str) -> None:
         for writer in self.writers:
             writer.picture(name, picture, step)
         drawing.write(self.folder / file, picture)

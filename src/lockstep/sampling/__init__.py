@@ -1,1 +1,1 @@
-"""The samples that an epoch draws, where it does not draw each once: by weights, labels or an order of one's own."""
+"""Choose the samples of an epoch, if it does not use each sample once: by weights, by labels or with a custom order."""

@@ -1,4 +1,4 @@
-"""The order of the training data, as the data set and the config say it."""
+"""Find the order of the training data in the data set and the config."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep.streams.stream import check as check_stream
 
 _ONE_ATTRIBUTE = (
     "give the training data one of `order`, `sample_weights` and data.balance; lockstep_recipes.Shards has an order: "
-    "set `data.order = lockstep.WeightedSampler(weights)` instead, which reads no neighbours together"
+    "set `data.order = lockstep.WeightedSampler(weights)` instead, which does not read neighbouring samples together"
 )
 _LABELS = ("sample_labels", "labels", "targets")
 
 
 def order_of(config: RunConfig, data: Any) -> Order | None:
-    """What draws the samples of an epoch of the training data. None: an epoch has each sample once.
+    """The order that draws the samples of an epoch of the training data. None: an epoch has each sample once.
 
     Raises:
-        UsageError: the data set and the config say different things, or the order is no order.
+        UsageError: the data set and the config contradict each other, or the order is invalid.
         DataError: the weights, the labels or the order are wrong.
     """
     if isinstance(data, Stream):
@@ -41,10 +41,10 @@ def order_of(config: RunConfig, data: Any) -> Order | None:
     given = {"`order`": own, "`sample_weights`": weights, f"data.balance={balance}": balance}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} are given", where="the training data", remedy=_ONE_ATTRIBUTE)
+        raise UsageError(f"{' and '.join(names)} are both given", where="the training data", remedy=_ONE_ATTRIBUTE)
     if count is not None and (not names or own is not None):
-        what = "nothing draws samples by weights" if not names else "the order of the data set has a length of its own"
-        remedy = "leave it out, or let weights draw: data.balance=label, or the attribute `sample_weights`"
+        what = "samples are not drawn by weights" if not names else "the order of the data set has its own length"
+        remedy = "remove it, or draw samples by weights: data.balance=label, or the attribute `sample_weights`"
         raise UsageError(what, where="data.samples_per_epoch", remedy=remedy)
     samples = len(data)
     if not names or not samples:  # an empty data set is refused later
@@ -58,7 +58,7 @@ def order_of(config: RunConfig, data: Any) -> Order | None:
     if not isinstance(own, WeightedSampler):
         name = f"order of the data set, {type(own).__name__}"
     elif len(own.weights) != samples:
-        what = f"there are {len(own.weights):,} weights, and {samples:,} samples"
+        what = f"there are {len(own.weights):,} weights, but {samples:,} samples"
         raise DataError(what, where="the training data", remedy="give one weight for each sample")
     order = CheckedOrder(own, samples, name)
     order.check(config.seed)
@@ -66,7 +66,7 @@ def order_of(config: RunConfig, data: Any) -> Order | None:
 
 
 def lines(plan: StepPlan) -> list[str]:
-    """A line for the log, where an epoch does not have each sample once."""
+    """A line for the log, if an epoch does not have each sample once."""
     order = plan.order
     if not isinstance(order, CheckedOrder):
         return []
@@ -74,7 +74,7 @@ def lines(plan: StepPlan) -> list[str]:
 
 
 def _weights_of(data: Any) -> Any:
-    """The attribute `sample_weights`, also of the data behind a `Subset` or a `ConcatDataset`. None: there is none."""
+    """The attribute `sample_weights`, also of the data inside a `Subset` or a `ConcatDataset`. None: there is none."""
     found = getattr(data, "sample_weights", None)
     if found is None and isinstance(data, Subset):
         inner = _weights_of(data.dataset)
@@ -83,7 +83,7 @@ def _weights_of(data: Any) -> Any:
         parts = [_weights_of(part) for part in data.datasets]
         if any(part is not None for part in parts):
             if any(part is None for part in parts):
-                remedy = "give all of them weights, or set `sample_weights` of the ConcatDataset"
+                remedy = "give weights to all of them, or set `sample_weights` of the ConcatDataset"
                 raise UsageError("not all data sets have `sample_weights`", where="ConcatDataset", remedy=remedy)
             return np.concatenate([checked_weights(part) for part in parts])
     return found
@@ -94,8 +94,10 @@ def _refuse_hidden_orders(data: Any) -> None:
     for part in inside:
         order = getattr(part, "order", None)
         if order is not None and not getattr(order, "is_permutation", False):
-            what = f"the {type(part).__name__} behind a {type(data).__name__} has an `order`, of its own indices"
-            remedy = f"set `order` of the {type(data).__name__}, or take it away"
+            what = (
+                f"the {type(part).__name__} inside a {type(data).__name__} has an `order`, which uses its own indices"
+            )
+            remedy = f"set `order` of the {type(data).__name__}, or remove it"
             raise UsageError(what, where="the training data", remedy=remedy)
         _refuse_hidden_orders(part)
 
@@ -104,24 +106,22 @@ def _refuse_samplers(order: Any) -> None:
     if isinstance(order, Sampler):
         remedy = (
             "for WeightedRandomSampler(weights, num_samples), write lockstep.WeightedSampler(weights, num_samples); "
-            "for your own sampler, a class with `length` and __call__(positions, *, seed, epoch): "
+            "for your own sampler, write a class with `length` and __call__(positions, *, seed, epoch): "
             "lockstep --explain sampling"
         )
-        what = (
-            f"it is a {type(order).__name__}, a sampler of torch, which gives its samples one after the other: ranks "
-        )
-        what += "and restarts cannot ask it for a position"
+        what = f"it is a {type(order).__name__}, a torch sampler, which returns samples one after another: ranks "
+        what += "and resumed runs cannot query a position"
         raise UsageError(what, where="the attribute `order` of the training data", remedy=remedy)
 
 
 def labels_of(data: Any) -> npt.NDArray[Any]:
     """The label of each sample: (samples,).
 
-    They are the attribute `labels` or `targets` of the data set, as data sets of torchvision have it, or
-    `sample_labels`, where those mean something else.
+    They are the attribute `labels` or `targets` of the data set, as in torchvision, or `sample_labels` if those have a
+    different meaning.
 
     Raises:
-        UsageError: the labels are not known, or are not one label for each sample.
+        UsageError: the labels are unknown, or are not one label per sample.
     """
     if isinstance(data, Subset):
         return labels_of(data.dataset)[np.asarray(data.indices, dtype=np.int64)]
@@ -130,15 +130,17 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
     remedy = "set the attribute `labels` of the data set to an array of one label for each sample, or `sample_weights` "
     remedy += "to weights; data.balance is for data with one class for each sample"
     if found is None:
-        what = f"the labels of the samples are not known: {type(data).__name__} has none for each sample"
+        what = (
+            f"the labels of the samples are unknown: {type(data).__name__} has no attribute with one label per sample"
+        )
         raise UsageError(what, where="data.balance", remedy=remedy)
     try:
         labels = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found)
     except (TypeError, ValueError) as error:
-        what = f"`{name}` of {type(data).__name__} is no array: {error}"
+        what = f"`{name}` of {type(data).__name__} is not an array: {error}"
         raise UsageError(what, where="data.balance", remedy=remedy) from error
     if labels.dtype.kind == "U" and any(not isinstance(one, str) for one in found):  # 1 and "1" would be one label
-        what = f"`{name}` of {type(data).__name__} has texts and other values"
+        what = f"`{name}` of {type(data).__name__} mixes texts and other values"
         raise UsageError(what, where="data.balance", remedy=remedy)
     if labels.shape != (len(data),) or labels.dtype.kind not in "biuUSO":
         what = f"`{name}` of {type(data).__name__} has the shape {labels.shape} and the type {labels.dtype}; expected: "
@@ -149,10 +151,10 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
 
 
 def _check_objects(labels: npt.NDArray[Any], what: str) -> None:
-    """Raise UsageError where labels are missing, or cannot be counted because they have no order."""
+    """Raise UsageError if labels are missing, or cannot be counted because they cannot be sorted."""
     missing = [index for index, label in enumerate(labels) if label is None or _is_nan(label)]
     if missing:
-        remedy = "leave these samples out (torch.utils.data.Subset), or give them a label, such as -1 or 'none'"
+        remedy = "leave out these samples (torch.utils.data.Subset), or give them a label, such as -1 or 'none'"
         raise UsageError(
             f"{what} has no label for {len(missing):,} of {len(labels):,} samples: sample {missing[0]} has "
             f"{labels[missing[0]]!r}",
@@ -173,7 +175,7 @@ def _is_nan(label: Any) -> bool:
 
 
 def _equal(labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Weights with which each label is drawn equally often: 1 / number of samples of the label."""
+    """Weights that draw each label equally often: 1 / number of samples of the label."""
     _, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
     found: npt.NDArray[np.float64] = 1.0 / counts[codes]
     return found

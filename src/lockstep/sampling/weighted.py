@@ -1,4 +1,4 @@
-"""Samples that are drawn with replacement, in proportion to weights. NumPy only."""
+"""Draw samples with replacement, in proportion to weights. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy.typing as npt
 from lockstep.core.data.order import Indices, derive_seed, derive_seeds
 from lockstep.core.errors import DataError
 
-_DRAW = 0x3E1647  # a word in the seeds of draws, so that no sample has the same seed
+_DRAW = 0x3E1647  # part of the seeds of draws, so that they differ from the seeds of samples
 
 
 class WeightedSampler:
     """The order of a data set whose samples are drawn with replacement: `data.order = WeightedSampler(weights)`.
 
     The draw at a position is a hash of (seed, epoch, position), looked up in the cumulative sum of the weights. So it
-    does not depend on other draws, and each rank computes just those that it needs. The probabilities are those of
-    torch's `WeightedRandomSampler(weights, num_samples, replacement=True)`; the draws themselves are others.
+    does not depend on other draws, and each rank computes only the draws that it needs. The probabilities are those of
+    torch's `WeightedRandomSampler(weights, num_samples, replacement=True)`; the draws themselves differ.
 
     Args:
         weights: one number for each sample of the data set: an array, a list or a tensor. A sample is drawn with the
             probability weight / sum of all weights; with the weight 0, never.
-        num_samples: samples that an epoch draws. None: as many as there are weights.
+        num_samples: the number of samples that an epoch draws. None: as many as there are weights.
 
     Raises:
         DataError: a weight is negative or not finite, all weights are 0, or they are not a list of numbers.
@@ -35,7 +35,7 @@ class WeightedSampler:
         self.weights = checked_weights(weights)
         """(samples,) float64."""
         self.length = len(self.weights) if num_samples is None else num_samples
-        """Samples that an epoch draws."""
+        """Number of samples that an epoch draws."""
         if isinstance(self.length, bool) or not isinstance(self.length, int | np.integer) or self.length < 1:
             what = f"num_samples is {num_samples!r}"
             raise DataError(what, where="WeightedSampler", remedy="give the number of draws of an epoch, 1 or more")
@@ -44,7 +44,7 @@ class WeightedSampler:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Differs where another weight or another length draws other samples."""
+        """Changes if the weights or the length change."""
         return hashlib.sha256(self.weights.astype("<f8").tobytes() + str(self.length).encode()).hexdigest()
 
     def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
@@ -71,7 +71,7 @@ def checked_weights(weights: Any) -> npt.NDArray[np.float64]:
     wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
     if len(wrong):
         what = f"the weight of sample {wrong[0]} is {found[wrong[0]]:g}"
-        more = f" ({len(wrong):,} of {len(found):,} weights are such)" if len(wrong) > 1 else ""
+        more = f" ({len(wrong):,} of {len(found):,} weights are invalid)" if len(wrong) > 1 else ""
         raise DataError(what + more, where=where, remedy="weights are finite and not negative; 0 leaves a sample out")
     with np.errstate(over="ignore"):
         total = found.sum()

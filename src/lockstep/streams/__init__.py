@@ -1,1 +1,1 @@
-"""Samples that can only be read one after the other, as training data."""
+"""Training data that can only be read sequentially."""

@@ -1,4 +1,4 @@
-"""A reader of a stream: gives the sample at a position, and knows places from which reading can begin again."""
+"""A reader of a stream: returns the sample at a position, and keeps marks from which reading can restart."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lockstep.core.errors import DataError, LockstepError, TrainingError, UsageE
 from lockstep.streams.torch_private import outside_workers
 
 WHERE = "the stream of the training data"
-_READ = 0x57AEA  # a word in the seeds of reading, so that no sample has the same seed
+_READ = 0x57AEA  # part of the seeds of reading, so that they differ from the seeds of samples
 _NOWHERE = 1 << 62
 _NEVER_CHANGE = frozenset((int, float, bool, complex, str, bytes, type(None)))
-_MOST_KEPT = 1 << 16  # samples that were read, for those who read them again
+_MOST_KEPT = 1 << 16  # maximum number of read samples to keep for reading again
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place of a stream from which reading can begin."""
+    """A position of a stream from which reading can start."""
 
     position: int
     """Samples before it, over all passes."""
@@ -37,36 +37,40 @@ class Mark:
     within: int
     """Samples of this pass before it."""
     state: Any
-    """What `state_dict` of the source returned there. None: the pass is read from its beginning."""
+    """What `state_dict` of the source returned there. None: the pass is read from its start."""
     digest: str
-    """Of the sample that follows. Empty: it is not compared."""
+    """Digest of the next sample. Empty: it is not compared."""
 
 
 class Reader:
     """The samples of a source by position, in ascending order. To go back, it reads again from a mark.
 
-    Before each sample the global generators are seeded by its position, so that all readers of a stream get the same
-    samples, wherever they began.
+    Before each sample, the global generators are seeded by its position, so that all readers of a stream get the same
+    samples, wherever they started.
 
     Args:
         source: see `Stream`.
-        length: samples of a pass. None: not known.
-        every: samples between two marks.
+        length: the number of samples of a pass. None: unknown.
+        every: the number of samples between two marks.
     """
 
     def __init__(self, source: Any, length: int | None, every: int) -> None:
         self.source, self.length, self.every = source, length, every
         self.marks = [Mark(0, 0, 0, None, "")]
         self.new: list[Mark] = []
-        """Marks that were made since somebody took them."""
-        self.position, self.number, self.within = _NOWHERE, 0, 0  # of the next sample; `_NOWHERE`: it must be opened
+        """Marks made since they were last collected."""
+        self.position, self.number, self.within = (
+            _NOWHERE,
+            0,
+            0,
+        )  # of the next sample; `_NOWHERE`: the stream must be opened
         self._opened: Any = None  # a copy of the source
         self._iterator: Iterator[Any] = iter(())
         self._recent: collections.deque[Any] = collections.deque(maxlen=0)  # the samples before `position`
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Workers get a reader that has not begun: iterators cannot be pickled, and files are not shared."""
+        """Workers get a reader that has not started: iterators cannot be pickled, and files are not shared."""
         closed: dict[str, Any] = {
             "position": _NOWHERE,
             "_opened": None,
@@ -79,7 +83,7 @@ class Reader:
         """The sample at a position.
 
         Raises:
-            DataError: the stream is not what it was, or what its length says.
+            DataError: the stream has changed, or does not match its length.
             TrainingError: its code failed.
         """
         if self._process != os.getpid():  # a forked worker shares the open files of its parent
@@ -95,33 +99,33 @@ class Reader:
         try:
             while True:
                 sample = self._next()
-                if self.position > index:  # who gets a sample may change it in place, and so may the source
+                if self.position > index:  # the caller or the source may change a sample in place
                     return own_copy(sample)
         except BaseException as error:
-            at, self.position = self.position, _NOWHERE  # what comes after a failure is not known
+            at, self.position = self.position, _NOWHERE  # the state after a failure is unknown
             if isinstance(error, LockstepError) or not isinstance(error, Exception):
                 raise
             frame = frame_of_task(error)
             what = f"the stream failed at sample {at:,}: {type(error).__name__}: {error}"
             remedy = (
-                "correct it, or catch the error there and go on with the next sample: data.on_error=skip leaves out "
+                "correct the source, or catch the error there and continue with the next sample: data.on_error=skip "
             )
-            remedy += "what Task.prepare cannot use, and no part of a stream"
+            remedy += "only skips errors of Task.prepare, not of a stream"
             raise TrainingError(what, where=f"{frame.filename}:{frame.lineno}", remedy=remedy) from error
 
     @property
     def _keeps(self) -> bool:
-        """True if samples are kept for those who read them again."""
+        """True if samples are kept for reading again."""
         return bool(self._recent.maxlen)
 
     def _keep(self, back: int) -> None:
-        """Somebody reads samples again: keep so many from now on."""
+        """Keep this many samples from now on, because they are read again."""
         wanted = min(2 * back, _MOST_KEPT)
         if wanted > (self._recent.maxlen or 0):
             self._recent = collections.deque(maxlen=wanted)
 
     def _open(self, mark: Mark) -> None:
-        """Begin at a mark. Without a state, begin at the first sample of its pass."""
+        """Start at a mark. Without a state, start at the first sample of its pass."""
         self._recent.clear()
         self.number = mark.number
         self.position, self.within = mark.position, mark.within
@@ -140,7 +144,7 @@ class Reader:
             self._iterator = iter(self._opened)
 
     def _next(self) -> Any:
-        """The sample at `position`, which moves on."""
+        """The sample at `position`, which is then incremented."""
         while True:
             state, marks = None, self.position and self.position % self.every == 0
             if marks and has_state(self._opened):
@@ -180,27 +184,27 @@ class Reader:
         self._begin_pass()
 
     def _wrong_length(self, found: str) -> DataError:
-        said = "" if self.length is None else f", and its length is said to be {self.length:,}"
-        what = f"pass {self.number + 1} gives {found} samples{said}"
-        remedy = "give an iterable that begins anew with each iter()" if found == "no" else "correct `length`"
-        return DataError(what, where=WHERE, remedy=f"{remedy}, or leave `length` out and set train.steps")
+        said = "" if self.length is None else f", but its length is given as {self.length:,}"
+        what = f"pass {self.number + 1} has {found} samples{said}"
+        remedy = "give an iterable that restarts with each iter()" if found == "no" else "correct `length`"
+        return DataError(what, where=WHERE, remedy=f"{remedy}, or remove `length` and set train.steps")
 
     def _is_expected(self, sample: Any) -> bool:
-        """False where a state has led to another sample than that which it was taken before: the pass begins anew.
+        """False if a state leads to a different sample than the one it was saved before: the pass then restarts.
 
         Raises:
-            DataError: read from its beginning, the pass has another sample there, too.
+            DataError: when read from its start, the pass also has a different sample there.
         """
         known = next((mark for mark in self.marks if mark.position == self.position and mark.digest), None)
         if known is None or digest_of(sample) == known.digest:
             return True
         at = f"sample {self.position:,} (sample {self.within:,} of pass {self.number + 1})"
         if known.state is None:
-            remedy = "give a stream that repeats itself, with state_dict and load_state_dict; or --fresh to start anew"
-            raise DataError(f"{at} is not what it was when the state was saved", where=WHERE, remedy=remedy)
+            remedy = "make the stream repeatable, including state_dict and load_state_dict; or start again with --fresh"
+            raise DataError(f"{at} differs from the sample when the state was saved", where=WHERE, remedy=remedy)
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:
-            text = f"note: a state of the stream does not lead to {at}, before which it was taken (a buffer that is not"
+            text = f"note: a saved state of the stream does not lead to {at}, where it was saved (a buffer that is not"
             text += f" part of the state?); {self.within:,} samples of this pass are read again"
             print(text, file=sys.stderr, flush=True)
         without = Mark(known.position, known.number, known.within, None, known.digest)
@@ -219,7 +223,7 @@ class Reader:
 
 
 def own_copy(sample: Any) -> Any:
-    """A copy of a sample: a source may fill the same arrays, or the same dict, for each sample that it gives."""
+    """A copy of a sample: a source may reuse the same arrays, or the same dict, for each sample."""
     kind = type(sample)
     if kind in _NEVER_CHANGE:
         return sample
@@ -231,12 +235,12 @@ def own_copy(sample: Any) -> Any:
         return sample.clone()
     try:
         return copy.deepcopy(sample)
-    except Exception:  # such as an open file: nobody fills that again
+    except Exception:  # such as an open file, which is not reused
         return sample
 
 
 def has_state(source: Any) -> bool:
-    """True if a source can say where it is, and begin there."""
+    """True if a source can save its position and restart from it."""
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
@@ -245,7 +249,7 @@ def _is_function(source: Any) -> bool:
 
 
 def _copied(source: Any) -> Any:
-    """A copy, so that each pass finds the source as it was.
+    """A copy, so that each pass starts with the unchanged source.
 
     Raises:
         UsageError: it cannot be copied.
@@ -254,7 +258,7 @@ def _copied(source: Any) -> Any:
         return copy.deepcopy(source)
     except Exception as error:  # such as a lock, an open file, or a generator in it
         what = (
-            f"a {type(source).__name__} cannot be copied ({type(error).__name__}: {error}), and each pass needs a copy"
+            f"a {type(source).__name__} cannot be copied ({type(error).__name__}: {error}), but each pass needs a copy"
         )
         remedy = "give a function that makes it: lockstep.Stream(lambda: MySource(...)); or open files in __iter__"
         raise UsageError(what, where="Stream(samples)", remedy=remedy) from error

@@ -17,7 +17,7 @@ from lockstep.core.errors import UsageError
 from lockstep.core.part import Part, Training
 from lockstep.streams.reader import Mark, Reader, has_state
 
-_ENDLESS = 1 << 50  # samples: more than any training takes, and exact as a float
+_ENDLESS = 1 << 50  # samples: more than any run uses, and exact as a float
 _EVERY = 1000
 _CPU = torch.device("cpu")
 
@@ -33,31 +33,31 @@ class InTurn:
 
 
 class Stream(Dataset[Any]):
-    """Training data that are read one after the other: `return lockstep.Stream(samples)` in `Task.train_data`.
+    """Training data that is read sequentially: `return lockstep.Stream(samples)` in `Task.train_data`.
 
-    Step t of the training takes samples t·G to t·G + G - 1 of the stream, where G is the global batch, whatever the
-    number of ranks: each rank, and each of its workers, reads the whole stream, and prepares and computes its own part
-    alone. So decode in `Task.prepare`, which sees a rank's own samples, and not in the stream, and do not divide the
-    stream among ranks or workers. Where the source ends, it begins anew (another pass).
+    Step t uses the samples t·G to t·G + G - 1 of the stream, for a global batch of G, whatever the number of ranks.
+    Each rank and each of its workers reads the whole stream, but prepares and processes only its own samples. So decode
+    in `Task.prepare`, which only gets the samples of its rank, not in the stream, and do not divide the stream among
+    ranks or workers. When the source ends, it restarts (a new pass).
 
-    A checkpoint has the place in the stream. A training that goes on begins at the last state before this place, if the
-    source has `state_dict()` and `load_state_dict(state)`, as torchdata defines them; otherwise it reads the pass again
-    from its beginning. Either way it compares the sample there with what it was. `set_epoch(pass)` is called at the
-    beginning of each pass, if the source has it.
+    A checkpoint contains the position in the stream. A resumed run starts at the last state before this position, if
+    the source has `state_dict()` and `load_state_dict(state)`, as torchdata defines them; otherwise it reads the pass
+    again from its start. Either way it checks that the sample there is the same. `set_epoch(pass)` is called at the
+    start of each pass, if the source has it.
 
     Args:
-        samples: an iterable that begins anew with each `iter()`, such as an `IterableDataset`; or a function without
+        samples: an iterable that restarts with each `iter()`, such as an `IterableDataset`; or a function without
             arguments that returns an iterable or an iterator. Each pass reads a copy (`copy.deepcopy`) of it.
-        length: samples of a pass, where this is known. An epoch is then a pass. None: there are no epochs, and the
+        length: the number of samples of a pass, if known. An epoch is then a pass. None: there are no epochs, and the
             config needs `train.steps`.
-        state_every: samples between two states that are kept.
+        state_every: the number of samples between two saved states.
 
     Raises:
-        UsageError: the samples cannot be read twice, or the length is no number of samples.
+        UsageError: the samples cannot be read twice, or the length is not a number of samples.
     """
 
     reads_forward = True
-    """It cannot be read by index, but by ascending positions."""
+    """It can only be read by ascending positions, not by index."""
     compared = (0, 1, 2)
     """The samples that a run compares over ranks, and with an earlier start."""
 
@@ -72,18 +72,18 @@ class Stream(Dataset[Any]):
             what = f"it is of the type {type(samples).__name__}"
             raise UsageError(what, where="Stream(samples)", remedy="give an iterable, or a function that returns one")
         if hasattr(samples, "__next__"):
-            remedy = "give the function that makes it: lockstep.Stream(read), and not lockstep.Stream(read())"
+            remedy = "give the function that makes it: lockstep.Stream(read) instead of lockstep.Stream(read())"
             raise UsageError("an iterator can be read only once", where="Stream(samples)", remedy=remedy)
         for name, value in (("length", length), ("state_every", state_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"it is {value!r}", where=f"Stream({name})", remedy="give a number of samples")
         self.order = InTurn(length)
-        """What draws the samples of an epoch; see `core.data.order.Order`."""
+        """The order of the samples of an epoch; see `core.data.order.Order`."""
         self.length = length
         self.reader = Reader(samples, length, state_every)
         self._ahead: dict[int, Any] = {}
         self.marks: list[Mark] = []
-        """Places that micro-batches of this rank have passed, the oldest first."""
+        """Marks that micro-batches of this rank have passed, the oldest first."""
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -91,13 +91,16 @@ class Stream(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if index in self._ahead:
             return self._ahead.pop(index)  # once: `prepare` may change a sample in place
-        with restored_generators(_CPU):  # reading has seeds of its own; `prepare` draws as if nothing had been read
+        with restored_generators(_CPU):  # reading has its own seeds; `prepare` draws as if nothing had been read
             return self.reader.read(index)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Read the samples of a micro-batch. Restoring the generators takes ten times as long as reading one."""
         self._ahead.clear()
-        with contextlib.suppress(Exception), restored_generators(_CPU):  # whoever asks for the sample gets its error
+        with (
+            contextlib.suppress(Exception),
+            restored_generators(_CPU),
+        ):  # the caller that requests the sample gets its error
             for index in indices:
                 self._ahead[index] = self.reader.read(index)
 
@@ -107,7 +110,7 @@ class Stream(Dataset[Any]):
         return f"Stream[{index}]{at}"
 
     def take_places(self) -> Sequence[Mark]:
-        """The marks that reading has passed since the last call. Called where a micro-batch is read."""
+        """The marks that reading has passed since the last call. Called after reading a micro-batch."""
         taken, self.reader.new = self.reader.new, []
         return taken
 
@@ -116,7 +119,7 @@ class Stream(Dataset[Any]):
         self.marks += marks
 
     def newest_mark(self, position: int) -> Mark:
-        """The last known place up to a position. Older places are forgotten."""
+        """The last known mark up to a position. Older marks are dropped."""
         known = sorted([*self.reader.marks[:1], *self.marks], key=lambda mark: mark.position)
         found = [mark for mark in known if mark.position <= position][-1]
         self.marks = [mark for mark in known if mark.position >= found.position]
@@ -128,17 +131,17 @@ class Stream(Dataset[Any]):
         self.marks = [mark]
 
     def lines(self) -> list[str]:
-        """Lines for the beginning of the log."""
+        """Lines for the head of the log."""
         epochs = "no epochs" if self.length is None else f"an epoch is a pass of {self.length:,} samples"
-        resume = "a start that goes on reads from the last state before its place"
+        resume = "a resumed run reads from the last state before its position"
         if not has_state(self.reader.source):
-            resume = "without state_dict and load_state_dict, a start that goes on reads the pass again from its "
-            resume += "beginning, and ends with an error if the stream does not repeat itself"
+            resume = "without state_dict and load_state_dict, a resumed run reads the pass again from its "
+            resume += "start, and ends with an error if the stream is not repeatable"
         return [f"stream: {epochs}; every rank and worker reads all samples; {resume}"]
 
 
 class StreamPlace(Part):
-    """The place in a stream, in every checkpoint.
+    """The position in a stream, in every checkpoint.
 
     Args:
         first_of: the position of the first sample of a step.
@@ -155,7 +158,7 @@ class StreamPlace(Part):
     def start(self, training: Training) -> None:
         now = self.first_of(training.step)
         if self.next is not None and now != self.next:
-            what = "are trained again" if now < self.next else "are left out"
+            what = "are used again" if now < self.next else "are skipped"
             first, last = sorted((now, self.next))
             text = f"warning: the global batch has changed, so samples {first:,} to {last - 1:,} of the stream {what}"
             training.tell(text)
@@ -175,22 +178,25 @@ class StreamPlace(Part):
 
 
 def check(config: RunConfig, stream: Stream) -> None:
-    """Raise UsageError where the training needs epochs, and the stream has none."""
+    """Raise UsageError if the run needs epochs, but the stream has none."""
     if stream.length is None and not config.train.steps:
-        remedy = "set train.steps, and train.eval_every_steps; or give the samples of a pass: Stream(samples, length)"
+        remedy = (
+            "set train.steps and train.eval_every_steps, or give the number of samples of a pass: Stream(samples, "
+            "length)"
+        )
         raise UsageError("a stream of unknown length has no epochs", where="train.epochs", remedy=remedy)
     if config.data.balance is not None or config.data.samples_per_epoch is not None:
         key = "data.balance" if config.data.balance is not None else "data.samples_per_epoch"
-        raise UsageError("samples of a stream cannot be drawn by weights", where=key, remedy="leave it out")
+        raise UsageError("samples of a stream cannot be drawn by weights", where=key, remedy="remove it")
 
 
 def part_of(run: Run) -> list[Part]:
-    """The Part that keeps the place in a stream, where the training data are one."""
+    """The Part that saves the position in a stream, if the training data is a stream."""
     data, plan = run.batches.loader.micro_batches.data, run.plan
     return [StreamPlace(data, lambda step: int(plan.indices(step)[0].min()))] if isinstance(data, Stream) else []
 
 
 def lines(run: Run) -> list[str]:
-    """Lines for the beginning of the log, where the training data are a stream."""
+    """Lines for the head of the log, if the training data is a stream."""
     data = run.batches.loader.micro_batches.data
     return data.lines() if isinstance(data, Stream) else []

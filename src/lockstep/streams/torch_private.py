@@ -1,4 +1,4 @@
-"""Private parts of torch that streams need. A test uses them, and fails where they change."""
+"""Private parts of torch that streams need. A test uses them, and fails if they change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 @contextlib.contextmanager
 def outside_workers() -> Iterator[None]:
-    """Within, `torch.utils.data.get_worker_info()` is None: an iterable does not divide its samples among workers."""
+    """Within this context, `torch.utils.data.get_worker_info()` is None, so an iterable does not divide its samples
+    among workers."""
     worker: Any = torch.utils.data._utils.worker
     info, worker._worker_info = worker._worker_info, None
     try:

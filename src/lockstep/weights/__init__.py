@@ -1,1 +1,1 @@
-"""Weights from elsewhere, with which a training begins: files of safetensors and `torch.save`, and other runs."""
+"""Initial weights of a run: from safetensors files, `torch.save` files, and other runs."""

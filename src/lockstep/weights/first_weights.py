@@ -1,4 +1,4 @@
-"""Loads the weights to start from: of safetensors, of a run, or of a file of `torch.save`, which `torch_file` reads."""
+"""Load initial weights: from safetensors, from a run, or from a `torch.save` file, which `torch_file` reads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lockstep.weights.run_weights import DTYPES, StoredTensor, in_checkpoint, in
 from lockstep.weights.torch_file import TorchFile, unwrapped
 
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them
+_INDEX = "model.safetensors.index.json"  # for weights in several files, as Hugging Face writes them
 _SHOWN = 8  # names in an error
-# Types that a file may hold. Others, such as eight-bit floats, mean nothing without the scales that belong to them.
+# Types that a file may contain. Others, such as 8-bit floats, are meaningless without their scales.
 _DTYPES = {name: getattr(torch, of_torch) for of_torch, name in DTYPES.items()}
 
 
@@ -34,24 +34,25 @@ def load_weights(
 ) -> list[str]:
     """Copy weights by name into the parameters and persistent buffers of `model`, in their dtype and on their device.
 
-    The file must have every tensor of the model's state_dict, with its shape, and no others, except names that match a
-    pattern in `skip`. What wrappers put in front of all names in a file (`module.`) is left out. Of tied parameters one
-    name is enough. All tensors are checked before the first is loaded: on an
-    error nothing is loaded. If the model is sharded, every rank reads its own rows.
+    The file must contain exactly the tensors of the model's state_dict, with their shapes, except names that match a
+    pattern in `skip`. Prefixes that wrappers add to all names in a file (`module.`) are removed. For tied parameters,
+    one name is enough. All tensors are checked before the first is loaded, so on an error nothing is loaded. If the
+    model is sharded, every rank reads its own rows.
 
     Args:
-        model: as the task made it, or sharded; not inside DDP.
+        model: the model of the task, possibly sharded, but not inside DDP.
         source: a safetensors file, or a folder with `model.safetensors`, or with several files and
             `model.safetensors.index.json`.
-        skip: shell patterns. Matching tensors of the model stay as they are; matching tensors of the file are ignored.
-        checkpoint: of the run in `source`, where `source` is a run directory.
-        torch_file: what is in `source`, where `source` is a file of `torch.save`.
+        skip: shell patterns. Matching tensors of the model keep their values; matching tensors of the file are ignored.
+        checkpoint: the checkpoint of the run, if `source` is a run directory.
+        torch_file: the content of `source`, if it is a `torch.save` file.
 
     Returns:
         names of the model that were skipped, sorted, without names that are tied to a loaded name.
 
     Raises:
-        UsageError: there is no such file, it is damaged or of another model, or a pattern matches nothing.
+        UsageError: there is no such file, it is damaged or from a different model, or a pattern does not match
+            anything.
     """
     with contextlib.ExitStack() as opened:
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
@@ -77,19 +78,20 @@ def load_weights(
 def _names_to_load(
     own: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], skip: Sequence[str], source: Path
 ) -> list[str]:
-    """The names of the tensors to load, after it is sure that all of them can be loaded.
+    """The names of the tensors to load, after checking that all of them can be loaded.
 
     Args:
-        own: tensors of the model.
+        own: the tensors of the model.
         stored: the tensors of the file.
-        skip: shell patterns over the names that are left out.
+        skip: shell patterns of names to leave out.
 
     Raises:
-        UsageError: a pattern matches nothing, a tensor is missing, unknown or of another shape, or nothing is left.
+        UsageError: a pattern does not match anything, a tensor is missing, unknown or has a different shape, or nothing
+            remains.
     """
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
-            what = f"{pattern!r} matches no tensor of the model and none of {source}"
+            what = f"{pattern!r} does not match any tensor of the model or of {source}"
             remedy = f"use patterns over names such as: {listed([*own], _SHOWN)}"
             raise UsageError(what, where="train.init_skip", remedy=remedy)
     wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
@@ -103,15 +105,15 @@ def _names_to_load(
     if missing or unexpected or differing:
         kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
         raise UsageError(
-            f"{source} is of another model: "
+            f"{source} belongs to a different model: "
             + "; ".join(f"{len(names)} {kind}: {listed([*names], _SHOWN)}" for kind, names in kinds.items() if names),
             where="train.init_from",
             remedy="use the task that the weights were made with, or add patterns to train.init_skip "
-            "for the tensors that shall stay as the model makes them",
+            "for the tensors that should keep the model's initial values",
         )
     if not both:
-        remedy = "use narrower patterns, or leave out train.init_from"
-        raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy=remedy)
+        remedy = "use narrower patterns, or remove train.init_from"
+        raise UsageError(f"leaves no tensor of {source} to load", where="train.init_skip", remedy=remedy)
     return both
 
 
@@ -136,17 +138,17 @@ def _open_several(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     path = folder / _INDEX
     if not path.exists():
         what = f"{folder} has neither {_WEIGHTS} nor {_INDEX}"
-        remedy = "give a safetensors file, a folder with one of these, or the directory of a run"
+        remedy = "give a safetensors file, a folder with one of these, or a run directory"
         raise UsageError(what, where="train.init_from", remedy=remedy)
     try:
         places = {name: folder / part for name, part in json.loads(path.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{path} is no index of safetensors files: {error!r}"
+        what = f"{path} is not an index of safetensors files: {error!r}"
         raise UsageError(what, where="train.init_from", remedy="it is damaged; fetch or export it again") from error
     files = {part: _open(part, opened) for part in sorted(set(places.values()))}
     names = {part: set(file.keys()) for part, file in files.items()}
     if lost := [name for name, part in places.items() if name not in names[part]]:
-        what = f"{path} places tensors in files that lack them: {listed([*lost], _SHOWN)}"
+        what = f"{path} lists tensors that the files do not contain: {listed([*lost], _SHOWN)}"
         raise UsageError(
             what, where="train.init_from", remedy="the folder mixes files of several models; fetch or export it again"
         )
@@ -160,16 +162,17 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         return opened.enter_context(safe_open(path, framework="pt"))
     except FileNotFoundError as error:
         remedy = (
-            f"give a file of safetensors or torch.save, or a folder with {_WEIGHTS} or {_INDEX} and the files it names"
+            f"give a safetensors or torch.save file, or a folder with {_WEIGHTS} or {_INDEX} and the files that "
+            "it lists"
         )
         raise UsageError(f"there is no {path}", where="train.init_from", remedy=remedy) from error
     except (OSError, SafetensorError) as error:
-        remedy = "it is damaged, or of another format: fetch or export it again, as safetensors"
+        remedy = "it is damaged, or has a different format: fetch or export it again, as safetensors"
         what = f"{path} cannot be read as a safetensors file: {error}"
         if Path(path).is_file() and Path(path).suffix != ".safetensors":
             is_empty = not Path(path).stat().st_size
-            what = f"{path} is {'empty' if is_empty else 'neither a file of torch.save nor of safetensors'}"
-            remedy = "write or fetch it again: it is damaged or of another format"
+            what = f"{path} is {'empty' if is_empty else 'neither a torch.save file nor a safetensors file'}"
+            remedy = "write or fetch it again: it is damaged or has a different format"
         raise UsageError(what, where="train.init_from", remedy=remedy) from error
 
 
@@ -188,14 +191,14 @@ def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mappin
     ):
         return f"{name} (file {dtype}, model {tensor.dtype})"
     if first != name and not torch.equal(*(stored[key].read(None).to(tensor.dtype) for key in (name, first))):
-        return f"{name} (in the model the same tensor as {first}, in the file another)"
+        return f"{name} (the same tensor as {first} in the model, but not in the file)"
     return None
 
 
 def _memory(tensor: Tensor) -> object:
     """A key that is equal for tensors that share their memory."""
     if is_sharded(tensor):
-        return id(tensor)  # this rank may hold no row of it
+        return id(tensor)  # this rank may not have any row of it
     return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride()
 
 

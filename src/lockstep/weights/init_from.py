@@ -1,4 +1,4 @@
-"""`train.init_from`: the weights with which a new training begins."""
+"""`train.init_from`: the initial weights of a new run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from lockstep.weights.torch_file import TorchFile
 
 
 class InitFrom(Beginning):
-    """Weights of another run, of a file of safetensors, or of `torch.save`, which may have a state of the optimizer."""
+    """Weights of a different run, or of a safetensors or `torch.save` file, which may contain a state of the
+    optimizer."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
@@ -34,12 +35,12 @@ class InitFrom(Beginning):
                 raise UsageError(
                     f"{source} is not the directory of a run",
                     where="train.init_checkpoint",
-                    remedy="leave it out, or let train.init_from name a run directory",
+                    remedy="remove it, or set train.init_from to a run directory",
                 )
             self.file = file = torch_file.read(source) if torch_file.is_torch_file(source) else None
             left = first_weights.load_weights(model, source, train.init_skip, torch_file=file)
             place = f"the weights are from {file.place}" if file is not None else ""
-            stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
+            stay = f"these keep the values of Task.model: {', '.join(left)}" if left else ""
             return [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text]
         retention = run_folder.retention_of(source)
         lines = choice.read(
@@ -60,17 +61,17 @@ class InitFrom(Beginning):
         if file.optimizer is not None:
             try:
                 if train.init_skip:
-                    raise torch_optimizer.NotTaken("train.init_skip leaves out some of its weights")
+                    raise torch_optimizer.NotTaken("train.init_skip excludes some of its weights")
                 count = torch_optimizer.load(file.optimizer, model, optimizer, saved_class=file.optimizer_class)
-                texts.append(f"the state of {kind} is taken, of {count} parameters; its settings are the config's")
+                texts.append(f"the state of {kind} is loaded for {count} parameters; its settings come from the config")
             except torch_optimizer.NotTaken as error:
-                texts.append(f"the optimizer's state is not taken: {error}")
+                texts.append(f"the optimizer's state is not loaded: {error}")
         if file.scaler is not None:
             taken = precision.load_foreign(file.scaler)
             texts.append(
-                f"the loss scale is {'' if taken else 'not '}taken" + f" (precision={precision.name})" * (not taken)
+                f"the loss scale is {'' if taken else 'not '}loaded" + f" (precision={precision.name})" * (not taken)
             )
-        texts.append("a new training begins at step 0")
+        texts.append("the new run starts at step 0")
         if file.others:
-            texts.append(f"not taken: {', '.join(file.others)}")
+            texts.append(f"not loaded: {', '.join(file.others)}")
         return [f"train.init_from={train.init_from}: {'; '.join(texts)}"]

@@ -1,4 +1,4 @@
-"""Weights that are stored in files of any kind, and those in a checkpoint."""
+"""Weights that are stored in files of any kind, or in a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StoredTensor:
 
 
 def in_memory(tensor: Tensor) -> StoredTensor:
-    """A tensor of a file of `torch.save`, whose bytes are read when they are used."""
+    """A tensor of a `torch.save` file, whose bytes are read when they are used."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return StoredTensor(
         list(tensor.shape), DTYPES.get(dtype, dtype), lambda rows: tensor if rows is None else tensor[rows]
@@ -51,7 +51,7 @@ def in_memory(tensor: Tensor) -> StoredTensor:
 
 
 def in_checkpoint(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The weights of a checkpoint by their names in the model: their moving average, where the run kept an average."""
+    """The weights of a checkpoint by their names in the model: their moving average, if the run kept one."""
     index = checkpoint.index
     stored = {name.removeprefix(kind): name for kind in ("model.", "ema.") for name in index if name.startswith(kind)}
 

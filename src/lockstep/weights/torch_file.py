@@ -1,7 +1,5 @@
-"""Files of `torch.save`, as plain training scripts write them: the weights, and the state of an optimizer beside them.
-
-They are read with `weights_only`: tensors and plain values. Nothing that a file asks for is called.
-"""
+"""`torch.save` files of plain training scripts, with weights and possibly the state of an optimizer. They are read with
+`weights_only`: only tensors and plain values. Code that a file requests is never called."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ WHERE = "train.init_from"
 OPTIMIZER_CLASS = "optimizer_class"
 """The key under which `lockstep export --optimizer` writes the name of the optimizer's class."""
 
-# Under which keys scripts save what. All of them are looked for; a file may have one key of each kind.
+# The keys that scripts use, by kind. All are looked up; a file may have one key of each kind.
 _WEIGHTS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "module", "weights")
 _OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "optimizer_states")
 _SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "grad_scaler_state_dict")
@@ -30,30 +28,30 @@ _ABOUT = (OPTIMIZER_CLASS, "lockstep")
 _SHOWN = 8  # keys in an error or in a line of the log
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _COMPILED = "_orig_mod."
-_UNSAFE = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message: what the pickle would call
+_UNSAFE = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message: what unpickling would call
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """The content of a file of `torch.save`."""
+    """The content of a `torch.save` file."""
 
     path: Path
     weights: Mapping[str, Tensor]
     """By the names that they have in the file."""
     place: str
-    """Their place in the file, in words."""
+    """Their place in the file, for messages."""
     optimizer: Any = None
     """The state of an optimizer; None: there is none."""
     optimizer_class: str | None = None
-    """The name of its class, where the file says it."""
+    """The name of its class, if the file contains it."""
     scaler: Any = None
     """The state of a `GradScaler`; None: there is none."""
     others: tuple[str, ...] = ()
-    """The rest of the file, in words."""
+    """The rest of the file, for messages."""
 
 
 def is_torch_file(path: Path) -> bool:
-    """True if a file begins as `torch.save` writes it, and does not call itself a safetensors file."""
+    """True if a file starts like a `torch.save` file and does not have the suffix of a safetensors file."""
     if path.suffix == ".safetensors" or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -62,27 +60,27 @@ def is_torch_file(path: Path) -> bool:
 
 
 def read(path: Path) -> TorchFile:
-    """Read a file of `torch.save`. The bytes of a tensor are read when the tensor is used.
+    """Read a `torch.save` file. The bytes of a tensor are read when the tensor is used.
 
     Raises:
-        UsageError: it is damaged, it holds more than tensors and plain values, or it has no weights.
+        UsageError: it is damaged, contains more than tensors and plain values, or does not contain weights.
     """
     content = _load(path)
     if not isinstance(content, Mapping):
         raise UsageError(
-            f"{path} holds a {type(content).__name__}, and no weights by name", where=WHERE, remedy=_remedy()
+            f"{path} contains a {type(content).__name__}, not weights by name", where=WHERE, remedy=_remedy()
         )
     values = {str(key): value for key, value in content.items()}
     found = [key for key in _WEIGHTS if _tensors(values.get(key))]
     if len(found) > 1:
         raise UsageError(
-            f"{path} holds weights under {' and under '.join(map(repr, found))}",
+            f"{path} contains weights under {' and under '.join(map(repr, found))}",
             where=WHERE,
-            remedy="save the weights that are meant in a file of their own: torch.save(weights, FILE)",
+            remedy="save the weights to use in their own file: torch.save(weights, FILE)",
         )
     if not found:
         if not _tensors(values):
-            what = f"{path} holds no weights by name. It has the keys {listed([*map(repr, values)], _SHOWN)}"
+            what = f"{path} does not contain weights by name. It has the keys {listed([*map(repr, values)], _SHOWN)}"
             raise UsageError(what, where=WHERE, remedy=_remedy())
         return TorchFile(path, _tensors(values), "the whole file", others=_no_tensors(values, ()))
     optimizer, scaler = (
@@ -103,13 +101,13 @@ def read(path: Path) -> TorchFile:
 
 
 def unwrapped(names: Iterable[str], own: Container[str] | Iterable[str]) -> dict[str, str]:
-    """The names in a file by the names that they have without what wrappers put in front of all of them.
+    """The names in a file, by their names without the prefixes that wrappers add to all of them.
 
-    DDP and DataParallel put `module.` in front, torch.compile `_orig_mod.` (also in the middle of a name), and modules
-    of Lightning often `model.`.
+    DDP and DataParallel add `module.`, torch.compile `_orig_mod.` (also in the middle of a name), and Lightning modules
+    often `model.`.
 
     Args:
-        own: the names in the model. What one of them begins with belongs to the model.
+        own: the names in the model. A prefix of one of them belongs to the model.
     """
     own_names = list(own)  # type: ignore[arg-type]
     found = {name: name for name in names}
@@ -132,10 +130,13 @@ def _load(path: Path) -> Any:
         if match is None:
             raise _damaged(path, error) from error
         raise UsageError(
-            f"{path} is not read: it asks to call {match[1]}. A file of torch.save can run any code in this way, so "
-            "only tensors and plain values are read (weights_only=True)",
+            f"{path} cannot be read safely: it would call {match[1]}. A torch.save file can run arbitrary code this "
+            "way, so Lockstep reads only tensors and plain values (weights_only=True)",
             where=WHERE,
-            remedy=f"if you trust the file, load it where it was written, and save its state dicts alone. {_remedy()}",
+            remedy=(
+                "if you trust the file, load it with the code that wrote it, and save only its state dicts. "
+                f"{_remedy()}"
+            ),
         ) from error
     except Exception as error:  # a damaged zip file or pickle may raise any exception
         raise _damaged(path, error) from error
@@ -143,8 +144,8 @@ def _load(path: Path) -> Any:
 
 def _damaged(path: Path, error: Exception) -> UsageError:
     first = (str(error).splitlines() or [""])[0] or type(error).__name__
-    remedy = "it is damaged, or no file of torch.save: fetch or save it again"
-    return UsageError(f"{path} cannot be read as a file of torch.save: {first}", where=WHERE, remedy=remedy)
+    remedy = "it is damaged, or not a torch.save file: fetch or save it again"
+    return UsageError(f"{path} cannot be read as a torch.save file: {first}", where=WHERE, remedy=remedy)
 
 
 def _remedy() -> str:
@@ -152,7 +153,7 @@ def _remedy() -> str:
 
 
 def _tensors(value: Any) -> dict[str, Tensor]:
-    """The tensors that stand directly in a mapping, by name; empty where `value` is no such mapping."""
+    """The tensors directly in a mapping, by name; empty if `value` is not such a mapping."""
     if not isinstance(value, Mapping):
         return {}
     return {str(name): tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
@@ -161,11 +162,11 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 def _no_tensors(
     values: Mapping[Any, Any], taken: Container[str | None], prefix: str = "", tensors: bool = False
 ) -> tuple[str, ...]:
-    """The other values of a mapping, in words.
+    """The remaining values of a mapping, for messages.
 
     Args:
-        taken: keys that are left out.
-        tensors: whether tensors count, too.
+        taken: keys to leave out.
+        tensors: whether to include tensors.
     """
     words = []
     for key, value in values.items():

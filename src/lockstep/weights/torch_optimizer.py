@@ -1,4 +1,4 @@
-"""The state of an optimizer in the format of `torch.optim`, which numbers parameters, loaded by name."""
+"""Load the state of an optimizer in the format of `torch.optim`, which numbers parameters, by parameter name."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lockstep.weights.torch_file import unwrapped
 
 Slots = dict[str, dict[str, Any]]  # by name of the parameter, then by name of the slot
 
-_KERNELS = ("foreach", "fused", "capturable", "differentiable", "maximize")  # they change no state
-_NEVER_STORED_BEFORE = "decoupled_weight_decay"  # it tells Adam from AdamW; older versions of torch lack it
+_KERNELS = ("foreach", "fused", "capturable", "differentiable", "maximize")  # they do not change the state
+_NEVER_STORED_BEFORE = "decoupled_weight_decay"  # distinguishes Adam from AdamW; older versions of torch lack it
 
 
 class NotTaken(Exception):
-    """The state of an optimizer does not fit. The text says why."""
+    """The state of an optimizer does not fit. The message gives the reason."""
 
 
 def load(saved: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *, saved_class: str | None) -> int:
-    """Load the state of another optimizer into `optimizer`: all of it, or nothing. Its settings are not loaded.
+    """Load the state of a different optimizer into `optimizer`, completely or not at all. Its settings are not loaded.
 
     Args:
-        saved: what `state_dict` of the other optimizer returned, or what torch's `get_optimizer_state_dict` returned.
-        saved_class: the name of its class; None: it is not known, and settings and slots must be those of `optimizer`.
+        saved: the result of `state_dict` of that optimizer, or of torch's `get_optimizer_state_dict`.
+        saved_class: the name of its class; None: unknown; settings and slots must then be those of `optimizer`.
 
     Returns:
         the number of parameters with a state.
 
     Raises:
-        NotTaken: it is the state of another class, or of other parameters. Nothing was loaded.
+        NotTaken: the state belongs to a different class, or to different parameters. Nothing was loaded.
     """
     if isinstance(optimizer, Optimizers):
         raise NotTaken("the config has several optimizers")
@@ -80,18 +80,18 @@ def _check_class(
     own = type(optimizer).__name__
     if saved_class is not None:
         if saved_class != own:
-            raise NotTaken(f"it is of {saved_class}, and the config has {own}")
+            raise NotTaken(f"it belongs to {saved_class}, but the config has {own}")
         return
     known = _settings_of_torch()
     for group in groups:
         theirs, ours = (set(keys) & known for keys in (group, optimizer.defaults))
         decoupled = group.get(_NEVER_STORED_BEFORE), optimizer.defaults.get(_NEVER_STORED_BEFORE)
         if theirs != ours or (None not in decoupled and decoupled[0] != decoupled[1]):
-            raise NotTaken(f"its settings ({', '.join(sorted(theirs))}) are not those of {own}")
+            raise NotTaken(f"its settings ({', '.join(sorted(theirs))}) do not match {own}")
 
 
 def _settings_of_torch() -> set[str]:
-    """The arguments of all optimizers of torch that change their state or how it is used."""
+    """The arguments of all torch optimizers that change their state or how it is used."""
     classes = [value for value in vars(torch.optim).values() if inspect.isclass(value)]
     known = {name for one in classes if issubclass(one, torch.optim.Optimizer) for name in _arguments(one)}
     return known - {"self", "params", "args", "kwargs", "defaults", *_KERNELS, _NEVER_STORED_BEFORE}
@@ -104,9 +104,9 @@ def _arguments(optimizer_class: type) -> Collection[str]:
 def _names(
     groups: Sequence[Mapping[str, Any]], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[int | str, str]:
-    """The parameter of the model for each key under which the file has a state.
+    """The parameter of the model for each key that has a state in the file.
 
-    A file may say the names. Otherwise its numbers follow the order of `model.parameters()`, or of our groups.
+    A file may contain names. Otherwise its numbers follow the order of `model.parameters()`, or of Lockstep's groups.
     """
     keys = [key for group in groups for key in group["params"]]
     own = [name for name, _ in model.named_parameters()]
@@ -118,28 +118,28 @@ def _names(
         names = {in_file: name for name, in_file in unwrapped(said, own).items()}
         wrong = [*(set(names.values()) - set(own)), *(set(trainable) - set(names.values()))]
         if wrong:
-            raise NotTaken(f"it has other parameters than the model, such as {min(wrong)}")
+            raise NotTaken(f"it has parameters that the model lacks, such as {min(wrong)}")
         return {key: names[name] for key, name in zip(keys, said, strict=True)}
     if len(groups) == 1:
         ordered = own if len(keys) == len(own) else trainable
     else:
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-            raise NotTaken(f"its {len(groups)} groups do not say which parameters they hold")
+            raise NotTaken(f"its {len(groups)} groups do not list their parameters by name")
         ordered = [by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     if len(keys) != len(ordered):
-        raise NotTaken(f"it has {len(keys)} parameters, and the model {len(own)}, of which {len(trainable)} train")
+        raise NotTaken(f"it has {len(keys)} parameters, but the model has {len(own)} ({len(trainable)} trainable)")
     return dict(zip(keys, ordered, strict=True))
 
 
 def _examples(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The slots that the optimizer makes for a matrix and for a vector."""
+    """The slots that the optimizer creates for a matrix and for a vector."""
     made = []
     arguments = _arguments(type(optimizer)) - {"params", *_KERNELS}  # type: ignore[operator]
     for shape in ((2, 3), (3,)):
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.zeros(shape)
-        with contextlib.suppress(ValueError, RuntimeError):  # some take matrices alone
+        with contextlib.suppress(ValueError, RuntimeError):  # some only take matrices
             settings = {name: value for name, value in optimizer.defaults.items() if name in arguments}
             other = type(optimizer)([parameter], **settings)
             other.step()
@@ -150,14 +150,14 @@ def _examples(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _checked(
     name: str, slots: Mapping[str, Any], parameter: nn.Parameter, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The slots of a parameter in the types that the optimizer has them in.
+    """The slots of a parameter, in the types of the optimizer.
 
     Raises:
-        NotTaken: they are of another class, of another shape, or not finite.
+        NotTaken: they belong to a different class, have a different shape, or are not finite.
     """
     example = next((made for made in examples if made.keys() == slots.keys()), None)
     if example is None:
-        raise NotTaken(f"its slots of {name} ({', '.join(slots)}) are not those of this optimizer")
+        raise NotTaken(f"its slots of {name} ({', '.join(slots)}) do not match this optimizer")
     checked: dict[str, Any] = {}
     for slot, value in slots.items():
         if not isinstance(value, Tensor):
@@ -167,9 +167,9 @@ def _checked(
             size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=True)
         )
         if value.numel() != 1 and not fits:
-            raise NotTaken(f"{slot} of {name} has the shape {list(value.shape)}, and not {list(parameter.shape)}")
+            raise NotTaken(f"{slot} of {name} has the shape {list(value.shape)} instead of {list(parameter.shape)}")
         if finite.grade(value) != finite.FINITE:
-            raise NotTaken(f"{slot} of {name} holds numbers that are not finite")
-        casts = slot != "step" and parameter.is_floating_point()  # as torch's own `load_state_dict`
+            raise NotTaken(f"{slot} of {name} contains numbers that are not finite")
+        casts = slot != "step" and parameter.is_floating_point()  # as in torch's own `load_state_dict`
         checked[slot] = value.to(parameter.dtype) if casts else value
     return checked

@@ -346,7 +346,7 @@ def test_tied_parameters_that_differ_in_the_file_are_refused(tmp_path):
     state = state_of(Tied(seed=1))
     state["head.weight"] += 1
     text = str(refusal(Tied(seed=2), save(state, tmp_path / "a.safetensors")))
-    assert "head.weight (in the model the same tensor as embedding.weight, in the file another)" in text
+    assert "head.weight (the same tensor as embedding.weight in the model, but not in the file)" in text
 
 
 def test_a_name_tied_to_a_loaded_one_was_not_skipped(tmp_path):

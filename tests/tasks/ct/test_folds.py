@@ -12,7 +12,7 @@ from lockstep_recipes.tasks.ct.folds import Fold, folds_of
 def test_a_fold_by_its_text():
     assert Fold.parse("2/5") == (2, 5)
     for text in ("0/5", "6/5", "1/1", "2", "a/b", "", "-1/5"):
-        with pytest.raises(UsageError, match="is no fold"):
+        with pytest.raises(UsageError, match="is not a fold"):
             Fold.parse(text)
 
 
@@ -50,5 +50,5 @@ def test_rare_answers_are_spread_one_by_one():
 
 
 def test_too_few_patients():
-    with pytest.raises(DataError, match="2 patients cannot make 3 folds"):
+    with pytest.raises(DataError, match="2 patients are too few for 3 folds"):
         folds_of(["a", "b", "a"], np.zeros((3, 1)), 3, seed=0)

@@ -146,7 +146,7 @@ def test_options_that_do_not_fit_are_refused(options, words):
 def test_a_patient_in_both_parts_is_refused_before_the_training(tmp_path):
     train = volume_table(tmp_path / "train")
     evaluation = volume_table(tmp_path / "eval", answers=[("1", "1", ""), ("0", "", "")])
-    with pytest.raises(LockstepError, match="2 patients are in the training part and in the evaluation part"):
+    with pytest.raises(LockstepError, match="2 patients are in both the training and the evaluation data"):
         runs.fit(make_task({}, train, evaluation), runs.config(), tmp_path / "run")
 
 

@@ -131,7 +131,7 @@ def test_look_ups_end_when_the_backbone_trains(kept):
         kept.update(model, batch, model.slice_features(batch))
     assert len(batch["slices"]) == 0
     model.backbone.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"the backbone trains, but features of slices were kept"):
+    with pytest.raises(UsageError, match=r"the backbone trains, but the batch contains features that were cached"):
         model.slice_features(batch)
     plain = make_batch([(s[:2], p[:2], y) for s, p, y in volumes])
     kept.update(model, plain, model.slice_features(plain))
@@ -143,7 +143,9 @@ def test_a_folder_that_cannot_be_written_changes_nothing_but_a_warning(tmp_path)
     plain, every = train(frozen_model(), None)
     (tmp_path / "file").write_text("")
     kept = KeptFeatures("a", tmp_path / "file")
-    with pytest.warns(RuntimeWarning, match=r"cannot be written .* computed in every epoch; training goes on"):
+    with pytest.warns(
+        RuntimeWarning, match=r"cannot be written .* training continues, and computes missing features in every epoch"
+    ):
         weights, needed = train(frozen_model(), kept)
     assert all(torch.equal(plain[name], weights[name]) for name in plain)
     assert needed == every

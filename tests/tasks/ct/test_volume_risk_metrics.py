@@ -252,7 +252,7 @@ def test_patients_whose_risk_falls_with_the_horizon_are_counted():
     values = computed(metric, risks, labels)
     assert float(values["falling_risks"]) == 2
     text = risk_report(values, QUESTIONS[:4], threshold=0.5)
-    assert "patients whose risk falls from a horizon to a later one: 2 of 4; task.head=monotone or hazard" in text
+    assert "patients whose risk decreases from a horizon to a later one: 2 of 4; task.head=monotone or hazard" in text
     single = computed(RiskMetrics(QUESTIONS[:4], outcomes={"death": [(1.0, 0)]}, resamples=0), risks, labels)
     assert "falling_risks" not in single
 

@@ -110,11 +110,11 @@ def test_a_pretrained_backbone_comes_from_a_folder(tmp_path):
 def test_what_does_not_suit_is_named():
     with pytest.raises(UsageError, match=r"no vision model of type 'vitt'\n.*did you mean vit"):
         make_backbone(backbone_options("vitt"))
-    with pytest.raises(UsageError, match=r"takes pictures of 1 channels, and slices have 3"):
+    with pytest.raises(UsageError, match=r"takes images with 1 channels, but slices have 3"):
         make_backbone(backbone_options(sizes=VIT | {"num_channels": 1}))
     with pytest.raises(UsageError, match=r"ResNetModel has no class token"):
         make_backbone(backbone_options("resnet", RESNET, pooling="class_token"))
-    with pytest.raises(UsageError, match=r"a width of 10 suits no 4 heads"):
+    with pytest.raises(UsageError, match=r"a width of 10 is not a multiple of 4 heads"):
         make_aggregator(AggregatorOptions(width=10, layers=1, heads=4), 8)
 
 

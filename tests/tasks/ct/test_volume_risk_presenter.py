@@ -110,7 +110,7 @@ def test_a_run_draws_its_patients_and_tells_what_is_undefined(run):
     assert arrays["label_counts"] == [[2, 1, 1], [2, 1, 1]]
     assert "training: 5 volumes of 5 patients" in log
     assert "1 rows without a known label are left out" in log
-    assert "fewer than 10 of yes or no" in log
+    assert "fewer than 10 labels of yes or no" in log
     entry = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
     assert entry["eval/samples"] == 2
     assert all(value is not None for value in entry.values())
@@ -241,7 +241,7 @@ def test_each_folder_with_a_series_is_a_volume(tmp_path):
     assert inputs(tmp_path).names == [str(tmp_path / name) for name in ("a", "b", "c/more")]
 
 
-# ---- text and pictures
+# ---- text and images
 
 
 def test_the_report_says_undefined_and_why():

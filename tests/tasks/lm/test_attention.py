@@ -92,7 +92,7 @@ def test_flash_attention_gets_the_documents_one_behind_the_other(model, monkeypa
         found, of_flash = logits_and_gradients(model, pieces)
     assert apart(found, logits) < 0.02
     assert max(apart(of_flash[name], gradients[name]) for name in gradients) < 0.05
-    with pytest.raises(UsageError, match=r"task.attention=flash: .* in 16 bits, and not in float32"):
+    with pytest.raises(UsageError, match=r"task.attention=flash: .* in 16 bits, not in float32"):
         logits_and_gradients(model, pieces)
 
 

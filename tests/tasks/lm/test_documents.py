@@ -98,12 +98,12 @@ def test_columns_are_named(tmp_path):
     assert parts(found) == [[("1\n2\n", True), ("3", True)]]
     with pytest.raises(DataError, match=r"there is no column 'w'[\s\S]*task.columns.text to one of: x, y, z"):
         read(name, columns={"text": "w"})
-    with pytest.raises(DataError, match="no column looks like the text"):
+    with pytest.raises(DataError, match="no column has a usual name for the text"):
         read(name)
     with pytest.raises(DataError, match=r"task.columns: columns for prompt\n.*prompt and answer"):
         read(name, columns={"prompt": "x"})
     numbers = json_lines(tmp_path / "b.jsonl", [{"text": "a"}, {"text": 5}])
-    with pytest.raises(DataError, match=r"b.jsonl:2: column 'text' holds 5 \(int\), not text"):
+    with pytest.raises(DataError, match=r"b.jsonl:2: column 'text' contains 5 \(int\), not text"):
         read(numbers)
 
 
@@ -160,7 +160,7 @@ def test_a_chat_may_begin_with_an_answer(tmp_path):
     learned = [("<assistant>", False), ("hello<end>", True)]
     learned += [("\n<user>bye<end>\n<assistant>", False), ("see you<end>", True), ("\n", False)]
     assert parts(read(name, careful)) == [learned]
-    with pytest.raises(DataError, match=r"a.jsonl:1: the chat begins with an answer[\s\S]*leave this answer out"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: the chat starts with an answer[\s\S]*remove this answer"):
         read(name, lambda messages, add_generation_prompt: careful(messages, False))
 
 
@@ -170,7 +170,7 @@ def test_contents_of_several_parts_are_joined_and_calls_of_tools_are_refused(tmp
     expected = [("<user>a\nb<end><assistant>", False), ("c<end>", True)]
     assert parts(read(json_lines(tmp_path / "a.jsonl", [{"messages": chat}]), render)) == [expected]
     chat[0]["content"] = [*pieces, {"type": "image_url", "image_url": "a.png"}]
-    with pytest.raises(DataError, match=r"b.jsonl:1: .* is no message"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: .* is not a message"):
         read(json_lines(tmp_path / "b.jsonl", [{"messages": chat}]), render)
     chat[1] = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
     with pytest.raises(DataError, match=r"c.jsonl:1: a message has tool_calls"):
@@ -201,7 +201,7 @@ def test_an_answer_that_is_written_otherwise_where_messages_follow_is_found(tmp_
         return thinking([*kept, messages[-1]], add_generation_prompt)
 
     name = json_lines(tmp_path / "b.jsonl", [{"messages": changed}])
-    with pytest.raises(DataError, match=r"b.jsonl:1: the chat template writes message 2 otherwise"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: the chat template writes message 2 differently"):
         read(name, forgetting_thoughts)
 
 
@@ -249,10 +249,10 @@ def test_chats_that_cannot_be_written_are_named(tmp_path):
     name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
     with pytest.raises(DataError, match=r"a.jsonl:1: the chat template cannot write this chat: ValueError: roles must"):
         read(name, refusing)
-    with pytest.raises(DataError, match=r"a.jsonl:1: .* message 2 otherwise[\s\S]*task.loss_on=all"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: .* message 2 differently[\s\S]*task.loss_on=all"):
         read(name, forgetting)
     name = json_lines(tmp_path / "b.jsonl", [{"messages": [{"role": "user"}]}])
-    with pytest.raises(DataError, match=r"b.jsonl:1: \{'role': 'user'\} is no message"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: \{'role': 'user'\} is not a message"):
         read(name, render)
 
 
@@ -300,7 +300,7 @@ def test_training_and_evaluation_share_no_text(tmp_path):
     assert (len(training.places), len(held.places)) == (30, 10)
     assert not {*training.places} & {*held.places}
     alone = json_lines(tmp_path / "b.jsonl", [{"prompt": "a", "answer": "b"}])
-    with pytest.raises(DataError, match="too little text to hold some back"):
+    with pytest.raises(DataError, match="too little text to hold back some"):
         small_task(alone, eval_fraction=0.25).train_data()
 
 

@@ -159,7 +159,7 @@ def test_prompts_and_new_tokens_share_the_positions_of_the_model(corpus):
     assert task.predict(task.model(), batch)["written"].shape == (1, 1, 16)
     assert not task.presenter(task).inputs(["the cat"]).notes
     (note,) = task.presenter(task).inputs(["the cat", "the cat " * 40]).notes
-    assert note == "argument 2: only the last 16 tokens of this prompt are seen"
+    assert note == "argument 2: the prompt is too long: the model sees only its last 16 tokens"
 
 
 def stand_in(tokenizer, tokens):
@@ -274,10 +274,10 @@ def test_models_that_take_no_positions_write_each_text_alone(corpus, kind):
 
 def test_the_log_has_results_prompts_and_padding(run_dir):
     log = (run_dir / "train.log").read_text()
-    assert re.search(r"perplexity [\d.]+, [\d.]+ bits per byte of text, next token right in [\d.]+%", log)
+    assert re.search(r"perplexity [\d.]+, [\d.]+ bits per byte of text, next token correct in [\d.]+%", log)
     assert "'the cat' -> '" in log
     assert "'a' -> '" in log
-    assert re.search(r"rows of 32 tokens, several documents in a row: \d\.\d\d% of them are padding", log)
+    assert re.search(r"rows of 32 tokens, several documents in a row: \d\.\d\d% of the tokens are padding", log)
     assert re.search(r"\d documents are longer than task.length", log)
     assert "Lockstep's small model (as Llama)" in log
 
@@ -461,7 +461,7 @@ def test_the_model_card_has_the_results_of_the_exported_step_only(corpus, tmp_pa
         card = (tmp_path / f"out-{step}" / "README.md").read_text()
         assert f"- {step} steps of 8 rows" in card, card
         assert [line for line in losses.values() if line in card] == ([losses[step]] if step in losses else []), card
-        assert (f"These weights, of step {step}, were not evaluated." in card) == (step == 2), card
+        assert (f"These weights (step {step}) were not evaluated." in card) == (step == 2), card
 
 
 def test_the_small_model_is_llama(corpus):

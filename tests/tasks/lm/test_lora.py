@@ -175,7 +175,7 @@ def test_checkpoints_hold_adapters_and_a_digest(run_dir, bases):
     assert all("lora_" in name for name in tensors)
     assert bases["llama"] in json.dumps(values["model.frozen_base._extra_state"])
     log = (run_dir / "train.log").read_text()
-    assert "adapters of peft train, and the fp32 weights are frozen: rank 4, dropout 0.1" in log
+    assert "peft adapters train, the fp32 weights are frozen: rank 4, dropout 0.1" in log
     assert "'the cat' -> '" in log
 
 
@@ -239,7 +239,7 @@ def test_going_on_over_other_weights_is_refused(corpus, bases, tmp_path):
     Trainer(config, run_dir=tmp_path / "run", **allowed).fit()
     config["train"]["steps"] = 8
     config["task"]["model"] = other = save_base(tmp_path / "other", corpus, "llama", seed=2)
-    said = rf"the adapters are of the weights of {moved} \(digest \w{{32}}\), and {other} has digest \w{{32}}"
+    said = rf"the adapters belong to the weights of {moved} \(digest \w{{32}}\), but {other} has the digest \w{{32}}"
     with pytest.raises(UsageError, match=said):
         Trainer(config, run_dir=tmp_path / "run", **allowed).fit()
     config["task"]["model"] = bases["gpt2"]
@@ -312,9 +312,7 @@ def test_exports_of_other_kinds_of_adapters(corpus, bases, tmp_path, lora):
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
         assert torch.allclose(whole(ids).logits, expected, atol=1e-4)
     else:
-        with pytest.raises(
-            UsageError, match=r"--merge: the weights of transformer.wte are those of another layer, too"
-        ):
+        with pytest.raises(UsageError, match=r"--merge: transformer.wte shares its weights with a different layer"):
             trainer.export(tmp_path / "whole", merge=True)
 
 
@@ -348,12 +346,16 @@ def test_the_command_line_has_a_rate_for_adapters():
     config = config_file.load("lm", ["task.model=somewhere", "task.lora.rank=8"])
     assert config.optim.lr == 2e-4
     assert config.task["lora"]["rank"] == 8
-    with pytest.raises(UsageError, match=r"lora needs a pretrained model: set model; of a run: lockstep export"):
+    with pytest.raises(
+        UsageError, match=r"lora needs a pretrained model: set model; to use a run, export it first: lockstep export"
+    ):
         config_file.load("lm", ["task.lora.rank=8"])
 
 
 def test_what_cannot_have_adapters_is_refused(corpus, bases, monkeypatch):
-    with pytest.raises(UsageError, match=r"task.lora: adapters need a pretrained model, and task.config has none"):
+    with pytest.raises(
+        UsageError, match=r"task.lora: adapters need a pretrained model, but task.config makes a new one"
+    ):
         small_task(corpus, config=lm_cases.LLAMA, lora={"rank": 2}).model()
     with pytest.raises(UsageError, match=r"peft refuses the model: \w+: Target modules.*\n.*q_proj"):
         small_task(**options_of(corpus, bases["llama"], targets=["query"])).model()

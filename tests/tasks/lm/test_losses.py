@@ -118,7 +118,7 @@ def test_the_loss_in_chunks_trains_on_two_ranks_as_by_hand(corpus, strategy):
 def test_a_model_whose_logits_need_more_than_a_layer_is_refused(corpus):
     sizes = {**lm_cases.LLAMA, "model_type": "gemma2", "head_dim": 4, "final_logit_softcapping": 0.01}
     task = small_task(corpus, config=sizes, loss_chunk=8)
-    with pytest.raises(UsageError, match=r"task.loss_chunk: Gemma2ForCausalLM makes its logits by more"):
+    with pytest.raises(UsageError, match=r"task.loss_chunk: Gemma2ForCausalLM computes its logits with more"):
         task.model()
     models.check_head(small_task(corpus, config=lm_cases.LLAMA).model(), 300, "Llama")
 
@@ -152,7 +152,7 @@ def test_a_model_that_is_compiled_as_a_whole_has_no_chunks(corpus):
     task = small_task(corpus, length=32, loss_chunk=8)
     model = task.model()
     blocks.compile_modules(model, [], compute)
-    with pytest.raises(UsageError, match=r"task.loss_chunk: compute.compile=model compiles the model as a whole"):
+    with pytest.raises(UsageError, match=r"task.loss_chunk: compute.compile=model compiles the whole model"):
         task.loss(model, batch)
 
 
@@ -161,7 +161,7 @@ def test_adapters_of_the_last_layer_and_other_models_have_no_chunks(corpus):
     model = task.model()
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["lm_head"]), model)
     assert task.loss_chunk(model, CPU) is None
-    with pytest.raises(UsageError, match=r"task.loss_chunk: Llama makes its logits by more"):
+    with pytest.raises(UsageError, match=r"task.loss_chunk: Llama computes its logits with more"):
         models.check_head(model, 300, "Llama")
     task = small_task(corpus, config={**lm_cases.LLAMA, "model_type": "gemma2", "head_dim": 4})
     assert task.loss_chunk(task.model(), CPU) is None

@@ -202,7 +202,7 @@ BERT |= {"intermediate_size": 32}
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_model_that_sees_the_next_token_is_refused(corpus, packed):
-    with pytest.raises(UsageError, match=r"task.model: BertLMHeadModel is not causal: a token sees those behind it"):
+    with pytest.raises(UsageError, match=r"task.model: BertLMHeadModel is not causal: a token sees later tokens"):
         small_task(corpus, config=BERT, packing=packed).model()
     small_task(corpus, config=BERT | {"is_decoder": True}, packing=False).model()
 

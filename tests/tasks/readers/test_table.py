@@ -139,13 +139,13 @@ def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it
     path = put(tmp_path, "a.tsv", as_csv(TABLE, delimiter="\t"))
     assert read(path, quoting="minimal").columns == COLUMNS
     assert [read(path, quoting="minimal").where(row).removeprefix(str(path)) for row in range(3)] == LINES
-    with pytest.raises(DataError, match="1 fields where the header has 2") as caught:
+    with pytest.raises(DataError, match="1 fields, but the header has 2") as caught:
         read(path)
     assert caught.value.where == f"{path}:3"
     assert "task.quoting=minimal" in caught.value.remedy
     quoted = read(put(tmp_path, "b.tsv", 'text\tlabel\n"one ""two"""\ta\n"three"\tb\nfour\ta\n'))
     assert quoted.columns["text"] == ['"one ""two"""', '"three"', "four"]
-    assert "2 fields stand in" in quoted.notes[0]
+    assert "2 fields are in" in quoted.notes[0]
     assert "task.quoting=minimal" in quoted.notes[0]
 
 
@@ -193,7 +193,11 @@ def test_the_delimiter_may_be_any(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "note"),
     [
-        ("a.csv", b"text;label\na;1,5\n", "the delimiter of a.csv is ';', by its header; task.delimiter sets it"),
+        (
+            "a.csv",
+            b"text;label\na;1,5\n",
+            "the delimiter of a.csv is ';', according to its header; task.delimiter overrides it",
+        ),
         ("a.csv", b"\ntext\tlabel\na\t1,5\n", "the delimiter of a.csv is a tab"),
         ("a.tsv", b'text,label\na,"1,5"\n', "the delimiter of a.tsv is ','"),
         ("a.csv", 'text,label\na,"1,5"\n'.encode("utf-16-le"), "no byte order mark and is read as UTF-16-LE"),
@@ -323,7 +327,7 @@ def test_a_folder_that_is_no_data_set_names_its_files(tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_a_name_that_the_hub_does_not_give_says_so(tmp_path):
-    with pytest.raises(DataError, match="nor a data set that the Hugging Face hub gives now") as caught:
+    with pytest.raises(DataError, match="no data set that the Hugging Face hub provides now") as caught:
         Source.parse("nobody/nothing:test").files()
     assert caught.value.where == "nobody/nothing:test"
     assert "offline, give a file" in caught.value.remedy
@@ -417,16 +421,16 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
 @pytest.mark.parametrize(
     ("name", "content", "place", "what", "remedy"),
     [
-        ("a.csv", "text,label\na,b\nc,d,e\nf\n", ":3", "3 fields where the header has 2 (text, label)", "quotes"),
+        ("a.csv", "text,label\na,b\nc,d,e\nf\n", ":3", "3 fields, but the header has 2 (text, label)", "quotes"),
         (
             "a.csv",
             'text,label\r\n"a\r\nb\r\nc",x\r\nd\r\n',
             ":5",
-            "1 fields where the header has 2 (text, label)",
+            "1 fields, but the header has 2 (text, label)",
             "quotes",
         ),
-        ("a.csv", 'text,label\n"a\nb",x,y\n', ":2", "3 fields where", "quotes"),
-        ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 fields where", "quotes"),
+        ("a.csv", 'text,label\n"a\nb",x,y\n', ":2", "3 fields, but", "quotes"),
+        ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 fields, but", "quotes"),
         (
             "a.csv",
             'text,label\n"a\n\nb",c\n"d,e\nf,g\n',
@@ -435,8 +439,8 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "quoted field must end",
         ),
         ("a.csv", 'text,label\na,b\n"c"d,e\n', ":3", "not CSV: ',' expected after '\"'", "quoted field must end"),
-        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 fields where the header has 2", "task.quoting=none"),
-        ("a.tsv", "text\tlabel\na\tb\tc\n", ":2", "3 fields where the header has 2", "task.quoting=minimal"),
+        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 fields, but the header has 2", "task.quoting=none"),
+        ("a.tsv", "text\tlabel\na\tb\tc\n", ":2", "3 fields, but the header has 2", "task.quoting=minimal"),
         (
             "a.csv",
             b"text,label\na,b\ncaf\xe9,c\n",
@@ -470,15 +474,15 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "a.csv",
             "text,label\na,b\n".encode("utf-16-le")[:-1],
             "",
-            "as UTF-16-LE has them",
+            "as in UTF-16-LE",
             "iconv -c -f utf-16-le -t utf-8 a.csv",
         ),
         (
             "a.csv",
             "\ufefftext,label\na,b\n".encode("utf-16-be")[:-1],
             "",
-            "not UTF-16-BE, as its byte order mark says: byte 30",
-            "cut off",
+            "not UTF-16-BE, although its byte order mark says so: byte 30",
+            "truncated",
         ),
         ("a.csv", b"\x1f\x8b\x08\x00\xff\xff", "", "gzip-compressed, not text", "gunzip"),
         ("a.csv", b"PK\x03\x04\xff", "", "a ZIP archive", "save the sheet as CSV"),
@@ -489,11 +493,11 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "a.csv",
             "text,label,text,other,label\n",
             ":1",
-            "the header has 'label', 'text' more than once",
+            "the header contains 'label', 'text' more than once",
             "task.header=false",
         ),
-        ("a.csv", "", "", "no rows", "one row per sample below its header"),
-        ("a.csv", "text,label\n\n", "", "no rows", "one row per sample below its header"),
+        ("a.csv", "", "", "no rows", "one row per sample after its header"),
+        ("a.csv", "text,label\n\n", "", "no rows", "one row per sample after its header"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": "b"\n', ":3", "not JSON", "one JSON object per line"),
         ("a.jsonl", '{"text": "a"}\n["b"]\n', ":2", "a JSON list, not an object", "write objects such as"),
         ("a.jsonl", " \n", "", "no rows", "one object per sample"),
@@ -521,7 +525,7 @@ def test_rows_are_compared_with_the_first_where_there_is_no_header(tmp_path):
     with pytest.raises(DataError) as caught:
         read(path, header=False)
     assert caught.value.where == f"{path}:3"
-    assert caught.value.what == "1 fields where the first line has 2 (0, 1)"
+    assert caught.value.what == "1 fields, but the first line has 2 (0, 1)"
     assert read(put(tmp_path, "b.csv", "a,a\n"), header=False).columns == {"0": ["a"], "1": ["a"]}
     with pytest.raises(DataError, match="no rows") as caught:
         read(put(tmp_path, "c.csv", "\n"), header=False)

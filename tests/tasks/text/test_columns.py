@@ -62,19 +62,24 @@ def test_columns_are_taken_as_given_by_name_or_place(names, options, wanted):
         (
             "review comment label",
             {},
-            "which column is the text? review, comment all might be",
+            "several columns could be the text: review, comment",
             "set task.columns.text to one of: review, comment, label",
         ),
         (
             "text topic class",
             {},
-            "which column is the label? topic, class all might be",
+            "several columns could be the label: topic, class",
             "set task.columns.label to one of: text, topic, class",
         ),
-        ("a b label", {}, "no column looks like the text", "set task.columns.text to one of: a, b, label"),
-        ("text a b", {}, "no column looks like the label", "set task.columns.label to one of: text, a, b"),
-        ("a", {}, "no column looks like the label", "set task.columns.label to one of: a"),
-        ("a b", {"needs_label": False}, "no column looks like the text", "set task.columns.text to one of: a, b"),
+        ("a b label", {}, "no column has a usual name for the text", "set task.columns.text to one of: a, b, label"),
+        ("text a b", {}, "no column has a usual name for the label", "set task.columns.label to one of: text, a, b"),
+        ("a", {}, "no column has a usual name for the label", "set task.columns.label to one of: a"),
+        (
+            "a b",
+            {"needs_label": False},
+            "no column has a usual name for the text",
+            "set task.columns.text to one of: a, b",
+        ),
         (
             "text label",
             {"text": "txet"},
@@ -97,7 +102,7 @@ def test_a_first_row_that_holds_no_names_is_suspected():
     with pytest.raises(DataError) as caught:
         choose(table, ColumnsOptions())
     assert "It was a good film, and long enough to b...," in caught.value.remedy
-    assert caught.value.remedy.endswith("if these are not names but a first row, set task.header=false")
+    assert caught.value.remedy.endswith("if these are the first row rather than names, set task.header=false")
 
 
 ROWS = [
@@ -122,7 +127,7 @@ def test_two_columns_without_usual_names_are_told_apart_by_their_values(tmp_path
         assert table.columns[columns.text[0]] == [text for _, text in ROWS]
         assert (len(columns.text), columns.pair) == (1, None)
         (note,) = table.notes
-        assert ("column 'v1' is taken for the label" if header else "the first row is taken for a sample") in note
+        assert ("column 'v1' is used as the label" if header else "the first row is used as a sample") in note
         assert table.where(0).endswith(":2" if header else ":1")
 
 
@@ -135,7 +140,7 @@ def test_columns_that_the_values_do_not_tell_apart_stay_an_error(tmp_path):
         [("a long label of a text", "1"), ("a long label of a text", "2"), ("a long label of a text", "3")],
     ):
         path.write_text("".join(",".join(row) + "\n" for row in [tuple("pqr"[: len(rows[0])]), *rows]))
-        with pytest.raises(DataError, match="no column looks like the label"):
+        with pytest.raises(DataError, match="no column has a usual name for the label"):
             read(Source(str(path)), ColumnsOptions())
     path.write_text("p,q\n" + "".join(f"{label},{text}\n" for label, text in ROWS[:2] * 2))
     with pytest.raises(DataError, match="there is no column 'label'"):

@@ -217,7 +217,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     task = text_task(few["train"], model=str(folder), eval_fraction=0.0, max_length=16)
     task.model()
-    assert f"not in {folder}, so new: classifier.bias, classifier.weight" in task.presenter(task).log_header()
+    assert f"not in {folder}, so initialised: classifier.bias, classifier.weight" in task.presenter(task).log_header()
     DistilBertConfig(
         vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18
     ).save_pretrained(folder)
@@ -379,7 +379,7 @@ def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(b
     log = (folder / "train.log").read_text()
     rows = hugging_face.load_config(folder / "task").vocab_size
     size = f"{(rows + 2**14) * 16 + 16 * 3 + 3:,}"
-    assert f"no task.model: a new embedding_bag of {size} parameters learns from these 18 texts alone" in log
+    assert f"no task.model: a new embedding_bag of {size} parameters learns from only these 18 texts" in log
 
 
 def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
@@ -627,7 +627,10 @@ def test_model_that_cannot_be_loaded_says_where_it_was_looked_for(few, monkeypat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         UsageError,
-        match=r"'no-such/model' cannot be loaded; looked for as a folder .*no-such/model, in the cache .*hub, and at https://",
+        match=(
+            r"'no-such/model' cannot be loaded; looked for as a folder .*no-such/model, in the cache .*hub, and "
+            r"at https://"
+        ),
     ) as caught:
         text_task(**few | {"model": "no-such/model"}).model()
     assert "HF_HUB_OFFLINE is set" in caught.value.what
@@ -648,7 +651,7 @@ def test_folder_without_a_model_is_named_with_what_it_has(few, tmp_path):
         (
             {"scratch": {"sizes": {"num_hidden_layers": 8}}},
             UsageError,
-            "for another model, set task.scratch.architecture, such as bert",
+            "for a different model, set task.scratch.architecture, such as bert",
         ),
         (
             {"scratch": {"architecture": "bert", "sizes": {"hidden_size": 10, "num_attention_heads": 3}}},
@@ -698,12 +701,12 @@ def test_one_label_is_nothing_to_learn(few, tmp_path):
         (
             [(f"text {number}", f"label {number}") for number in range(8)],
             {},
-            "is 0.1 of 8 texts, and 8 of 8 labels occur once",
+            "is 0.1 of 8 texts, and 8 of 8 labels occur only once",
         ),
         (
             [(f"text {number}", f"label {number}") for number in range(8)],
             {"multi_label": True},
-            "is 0.1 of 8 texts, and 8 of 8 labels occur once",
+            "is 0.1 of 8 texts, and 8 of 8 labels occur only once",
         ),
         ([(f"text {number}", "ab"[number % 2]) for number in range(4)], {}, "is 0.1 of 4 texts"),
     ],
@@ -717,7 +720,7 @@ def test_a_share_for_evaluation_that_is_empty_is_said_and_training_without_evalu
     settings = runs.config(task=task, data={"train": train}, batch={"global": 4}, train={"steps": 1})
     Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
     assert words in (tmp_path / "run" / "train.log").read_text()
-    with pytest.raises(DataError, match="no text is held back for evaluation") as caught:
+    with pytest.raises(DataError, match="no texts are held back for evaluation") as caught:
         Trainer(settings | {"train": {"steps": 1, "eval_every_steps": 1}}, run_dir=tmp_path / "other", quiet=True).fit()
     assert words in caught.value.what
     assert caught.value.where == train
@@ -728,17 +731,17 @@ def test_labels_that_no_evaluation_text_has_are_named(few, tmp_path):
     rows = [*((f"text {number}", "often") for number in range(20)), ("what", "once"), ("is this", "seldom")]
     task = text_task(**few | {"train": table(tmp_path / "a.csv", rows), "eval_fraction": 0.1})
     lines = task.presenter(task).log_header()
-    assert "  not evaluated, since no text there has them: 2 of 3 labels (once, seldom)" in lines
+    assert "  not evaluated, because no evaluation text has them: 2 of 3 labels (once, seldom)" in lines
 
 
 def test_quotes_that_were_read_as_letters_are_told_once(few, tmp_path):
     (tmp_path / "a.tsv").write_text("text\tlabel\n" + '"good film"\tpos\n"bad film"\tneg\n' * 10)
     task = text_task(**few | {"train": str(tmp_path / "a.tsv"), "eval_fraction": 0.1})
     lines = task.presenter(task).log_header()
-    assert ["20 fields stand in" in line for line in lines].count(True) == 1
+    assert ["20 fields are in" in line for line in lines].count(True) == 1
     task = text_task(**few | {"train": str(tmp_path / "a.tsv"), "quoting": "minimal"})
     assert task.train_data()[0].text == "good film"
-    assert not any("fields stand in" in line for line in task.presenter(task).log_header())
+    assert not any("fields are in" in line for line in task.presenter(task).log_header())
 
 
 def test_unwritable_run_directory_is_an_error(few, tmp_path):

@@ -271,7 +271,7 @@ def test_a_class_that_is_not_known_is_no_label(tmp_path):
 
 def test_a_column_that_holds_no_text_is_an_error(lines):
     source = lines([("a", "x"), (3, "x")])
-    with pytest.raises(DataError, match=r"column 'text' holds 3 \(int\), not text") as caught:
+    with pytest.raises(DataError, match=r"column 'text' contains 3 \(int\), not text") as caught:
         read_texts(source)
     assert caught.value.where == f"{source.name}:2"
     assert caught.value.remedy == "set task.columns.text to one of: text, label"
@@ -488,7 +488,7 @@ def test_texts_to_label_need_no_labels(lines, tmp_path):
         InputText(f"{tmp_path}/a.txt:1", "one", None),
         InputText(f"{tmp_path}/a.txt:2", "two", None),
     ]
-    with pytest.raises(DataError, match="no column looks like the text"):
+    with pytest.raises(DataError, match="no column has a usual name for the text"):
         read_input_texts(lines([{"a": "x", "b": "y"}]), ColumnsOptions())
 
 
@@ -587,7 +587,7 @@ def test_what_is_held_back_is_the_same_on_every_machine():
             {"multi_label": True},
             "None among the labels",
         ),
-        ('{"text": "a", "label": "p"}\n{"text": "\\ud83d bad", "label": "q"}\n', {}, "half of a character"),
+        ('{"text": "a", "label": "p"}\n{"text": "\\ud83d bad", "label": "q"}\n', {}, "half of a surrogate pair"),
     ],
     ids=["NaN", "blank", "null", "surrogate"],
 )

@@ -77,7 +77,7 @@ def test_a_run_goes_on_and_its_exports_are_loaded(base, tmp_path):
         trainer.fit()
     index = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "index.json").read_text())
     assert all("lora_" in name or "classifier.modules_to_save" in name for name in index["tensors"])
-    assert "adapters of peft train, and the fp32 weights are frozen" in (tmp_path / "run" / "train.log").read_text()
+    assert "peft adapters train, the fp32 weights are frozen" in (tmp_path / "run" / "train.log").read_text()
     rows = []
     trainer.predict_rows(lambda found, readable: rows.extend(found), SEEN, 2)
     expected = torch.tensor([list(row["probabilities"].values()) for row in rows])

@@ -1,4 +1,4 @@
-"""The classification task on the embedded digits and on folders of pictures."""
+"""The classification task on the embedded digits and on folders of images."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep_recipes.recipes.digits import Digits
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
 from lockstep_recipes.tasks.vision.classification.task import Classification
-from lockstep_recipes.tasks.vision.readers.image_records import unlabelled_pictures
+from lockstep_recipes.tasks.vision.readers.image_records import unlabelled_images
 from tests import runs
 from tests.image_cases import PHASES, RESNET, fit, fit_and_die, fit_to_the_end, make_task, picture_folder, results_of
 from tests.ranks import RankFailed, run_ranks
@@ -157,7 +157,7 @@ def test_a_single_class_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("options", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}])
 def test_mixing_takes_images_and_labels_in_the_same_shares(folder, options):
-    """Pictures of a single level, so that the share can be read from the mixed picture."""
+    """Images of a single level, so that the share can be read from the mixed image."""
     task = make_task({**options, "image_size": 12, "augment": {"crop": "resize", "flip": 0}}, folder)
     levels = [40, 200, 100]
 
@@ -282,7 +282,9 @@ def test_training_pictures_have_the_size_of_the_epoch_and_evaluation_its_own(fol
 
 
 def test_a_cut_larger_than_the_resized_picture_is_an_error_before_a_picture_is_read(folder):
-    with pytest.raises(LockstepError, match=r"task\.eval_resize: pictures are resized to 30 pixels, but 32"):
+    with pytest.raises(
+        LockstepError, match=r"task\.eval_resize: images are resized to 30 pixels, but the crop needs 32"
+    ):
         make_task({"eval_resize": 30}, folder, double=False).model()  # the convnet says 32
 
 
@@ -291,7 +293,7 @@ def test_with_steps_a_size_for_evaluation_that_is_never_reached_is_a_warning(fol
     settings = runs.config(task=task, data={"train": folder}, batch={"global": 10}, train={"steps": 4})
     Trainer(settings, run_dir=tmp_path, quiet=True).fit()
     log = (tmp_path / "train.log").read_text()
-    assert "warning: task.image_size: 16 pixels from epoch 50 on, but the training ends after 2 epochs" in log
+    assert "warning: task.image_size: 16 pixels from epoch 50 (counted from 0), but the run ends after 2 epochs" in log
 
 
 def test_class_folders_alone_train_without_evaluation_and_a_warning_says_so(folder, tmp_path):
@@ -331,7 +333,7 @@ def test_a_share_of_every_class_is_held_back_where_no_evaluation_data_are_given(
     given = make_task(options, folder, held_out, double=False)
     assert len(given.train_data()) == len(every)  # evaluation data are given
     assert given.held_back is None
-    # A run that goes on reads the classes from its folder, and has the same pictures.
+    # A run that goes on reads the classes from its folder, and has the same images.
     task.setup(tmp_path, trained=False)
     resumed = make_task(options, folder, double=False)
     resumed.setup(tmp_path, trained=True)
@@ -341,7 +343,7 @@ def test_a_share_of_every_class_is_held_back_where_no_evaluation_data_are_given(
 def test_too_few_images_to_hold_back_one_are_said(tmp_path):
     task = make_task({"eval_fraction": 0.1}, picture_folder(tmp_path / "few", count=1), double=False)
     assert task.eval_data() is None
-    assert any(line.startswith("no image of the 3 images in") for line in task.presenter(task).log_header())
+    assert any(line.startswith("no images of the 3 images in") for line in task.presenter(task).log_header())
 
 
 @pytest.mark.parametrize(
@@ -366,7 +368,7 @@ def test_the_remedies_for_tables_are_options(folder, tmp_path, text, remedies):
 def test_a_list_of_labels_is_refused_with_a_remedy_that_exists(folder, tmp_path):
     table = tmp_path / "table.jsonl"
     table.write_text(json.dumps({"path": f"{folder}/red/000.png", "label": ["x", "y"]}))
-    with pytest.raises(LockstepError, match="give each picture one label") as caught:
+    with pytest.raises(LockstepError, match="give each image one label") as caught:
         make_task({}, str(table)).train_data()
     assert "multi_label" not in str(caught.value)
 
@@ -376,7 +378,7 @@ def test_files_are_predicted_as_evaluation_pictures_are_with_a_reduced_cache(fol
     options = ClassificationOptions.model_validate({"image_size": 20})
     task = Classification(options, folder, folder, CacheOptions(shorter_side=6))
     cached = task.eval_data()
-    files = unlabelled_pictures([cached.records.pictures.path(index) for index in range(len(cached))])
+    files = unlabelled_images([cached.records.pictures.path(index) for index in range(len(cached))])
     for index in range(len(cached)):
         expected, item = (task.prepare(data[index], 0, training=False)["images"] for data in (cached, files))
         assert torch.equal(item, expected)

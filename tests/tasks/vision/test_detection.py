@@ -28,7 +28,7 @@ from lockstep_recipes.tasks.vision.detection.center_losses import center_losses,
 from lockstep_recipes.tasks.vision.detection.coco_map import among_best
 from lockstep_recipes.tasks.vision.detection.models import Detections, Targets
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage
 from tests import runs
 from tests.box_cases import CATEGORIES, COUNTS, box_folder, fit, fit_and_die, fit_to_the_end, make_task, results_of
 from tests.ranks import RankFailed, run_ranks
@@ -195,7 +195,7 @@ def test_targets_of_boxes():
 
 
 def random_targets(seed=0, pictures=5, size=64):
-    """Random boxes and ignored regions, very unevenly spread over pictures. Some have no box."""
+    """Random boxes and ignored regions, very unevenly spread over images. Some have no box."""
     draw = torch.Generator().manual_seed(seed)
     counts, ignored = (torch.tensor([0, 9, 1, 0, 4][:pictures]), torch.tensor([1, 0, 0, 3, 0][:pictures]))
     boxes, regions = (random_boxes(int(part.sum()), seed + 1, side=size * 0.7) for part in (counts, ignored))
@@ -382,7 +382,7 @@ def test_a_class_that_is_named_twice_is_an_error(folder):
 
 
 def test_labels_of_a_mosaic_are_those_of_its_boxes(folder):
-    """The colour of a box tells its class: pictures have no other saturated pixels."""
+    """The colour of a box tells its class: images have no other saturated pixels."""
     augment = {"crop": "scale_jitter", "jitter": [1.0, 1.5], "min_visible": 0.99}
     task = make_task({"mosaic": 1.0, "augment": augment, "image_size": 128}, folder)
     batch = batch_of(task, range(6))
@@ -420,10 +420,10 @@ def test_boxes_of_views_come_back_to_their_places(tile):
     pixels = np.zeros((90, 150, 3), np.uint8)
     box = torch.tensor([[70.0, 40.0, 80.0, 50.0]])
     options = DetectionOptions(tile=tile, tile_overlap=0.3, augment={"fill": 0, "min_visible": 0.99})
-    seen = views.views(Picture.from_pixels(pixels, boxes=box), 64, options)
+    seen = views.views(AnnotatedImage.from_pixels(pixels, boxes=box), 64, options)
     assert all(view.picture.size == (64, 64) for view in seen)
     back = [
-        views.in_picture(view.picture.boxes[None], torch.tensor([view.scale]), torch.tensor([view.offset]))
+        views.in_image(view.picture.boxes[None], torch.tensor([view.scale]), torch.tensor([view.offset]))
         for view in seen
         if len(view.picture.boxes)
     ]
@@ -471,7 +471,7 @@ def test_a_large_picture_in_tiles_gives_each_object_once(tmp_path):
 
 
 def found_boxes(content, seed, most):
-    """Random detections of each picture of a COCO file: near the true boxes, and anywhere."""
+    """Random detections of each image of a COCO file: near the true boxes, and anywhere."""
     draw = np.random.default_rng(seed)
     found = {}
     for image in content["images"]:
@@ -498,7 +498,7 @@ def by_pycocotools(file, results):
 
 
 def add_found(metric, found, places):
-    """Feed a metric as the task does, a picture at a time."""
+    """Feed a metric as the task does, an image at a time."""
     for image_id, (boxes, scores, labels) in found.items():
         padded = torch.zeros(1, places, 4), torch.zeros(1, places), torch.full((1, places), -1)
         for part, values in zip(padded, (boxes, scores, labels), strict=True):
@@ -508,7 +508,7 @@ def add_found(metric, found, places):
 
 @pytest.mark.parametrize(("seed", "most"), [(0, 30), (1, 30), (2, 450), (3, 0)])
 def test_the_metric_is_that_of_pycocotools_on_the_same_files(folder, seed, most):
-    """450 boxes: more than pycocotools uses of a picture and class. 0: no box at all."""
+    """450 boxes: more than pycocotools uses of an image and class. 0: no box at all."""
     file = f"{folder}/annotations/instances_train.json"
     content = json.loads(Path(file).read_text())
     task = make_task({}, folder, file)
@@ -546,7 +546,7 @@ def test_the_metric_is_that_of_pycocotools_on_the_same_files(folder, seed, most)
 
 @pytest.mark.parametrize(("world", "micro"), mainly([(3, 4)], [(2, 3), (2, 4), (3, 3), (3, 4)]))
 def test_metrics_are_identical_on_any_number_of_ranks(folder, held_out, world, micro):
-    """7 pictures: on 3 ranks with micro-batches of 3, a rank has a single picture, and with 4 a rank has none."""
+    """7 images: on 3 ranks with micro-batches of 3, a rank has a single image, and with 4 a rank has none."""
     settings = runs.config(
         batch={"global": 12, "micro": micro},
         train={"steps": 1, "eval_every_steps": 1},
@@ -571,7 +571,7 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, held_out, world, m
 )
 @pytest.mark.parametrize(("world", "micro"), mainly([(2, 1)], [(2, 1), (3, 2)]))
 def test_ranks_and_accumulation_change_nothing(folder, options, world, micro):
-    """The pictures have 0 to 14 boxes; some micro-batches have none."""
+    """The images have 0 to 14 boxes; some micro-batches have none."""
     settings = runs.config(batch={"global": 6}, train={"steps": 6}, optim={"lr": 0.003})
     (reference, _), *_ = run_ranks(1, fit, options, folder, None, settings)
     cut = settings | {"batch": {"global": 6, "micro": micro}}
@@ -637,8 +637,8 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     wrong = presenter.mistakes(output, batch).tolist()
     sample, item = data[1], task.prepare(data[1], 0, False)
     assert f"{len(sample.boxes)} boxes, " in presenter.caption(sample, item, outputs[1])
-    assert wrong[1] == len(presenter.describe(outputs[0])["boxes"])  # the picture has no box: all are invented
-    assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.picture_side
+    assert wrong[1] == len(presenter.describe(outputs[0])["boxes"])  # the image has no box: all are invented
+    assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.image_side
     assert presenter.picture(sample, task.prepare(sample, 0, True), None).ndim == 3
     (file,) = presenter.files(sample, outputs[1]).values()
     width, height = Image.open(io.BytesIO(file)).size
@@ -663,7 +663,7 @@ def test_rows_of_data_without_a_coco_file_have_no_image_id(tmp_path):
 
 
 def check_ids_of_inputs(trainer, folder, results, tmp_path):
-    """Predictions of a COCO file, and of pictures of the run's data, are COCO results of this file; other pictures have
+    """Predictions of a COCO file, and of images of the run's data, are COCO results of this file; other images have
     names and no ids."""
 
     def rows_of(*inputs):
@@ -688,7 +688,7 @@ def check_ids_of_inputs(trainer, folder, results, tmp_path):
     assert {row["file_name"] for row in rows} == {"001.png", "003.png"}
     assert not any("image_id" in row for row in rows)
 
-    # A file of test pictures: without annotations, with other numbers of pictures and classes.
+    # A file of test images: without annotations, with other numbers of images and classes.
     images = [{"id": 8, "file_name": "003.png"}, {"id": 6, "file_name": "001.png"}]
     categories = [{"id": 40, "name": "green"}, {"id": 41, "name": "red"}]
     file = tmp_path / "image_info_test.json"
@@ -700,7 +700,7 @@ def check_ids_of_inputs(trainer, folder, results, tmp_path):
     with pytest.raises(LockstepError, match="two COCO files"):
         rows_of(str(file), own)
     file.write_text(json.dumps({"images": [*images, {"id": 7, "file_name": "9.png"}], "categories": categories}))
-    with pytest.raises(LockstepError, match=r"no file .*9\.png \(1 of 3 pictures are not there\)"):
+    with pytest.raises(LockstepError, match=r"no file .*9\.png \(1 of 3 images are missing\)"):
         rows_of(str(file))
 
 

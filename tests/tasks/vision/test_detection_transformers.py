@@ -19,7 +19,7 @@ from tests.detector_cases import CLASSES, SIZE, SIZES, models_of, targets_of
 from tests.ranks import run_ranks
 from tests.selection import mainly
 
-UNEVEN = [3, 0, 9, 1]  # pictures without boxes, and with more boxes than the models have queries
+UNEVEN = [3, 0, 9, 1]  # images without boxes, and with more boxes than the models have queries
 EQUAL = [2, 2, 2]
 
 
@@ -317,12 +317,12 @@ def test_errors_name_the_key_and_what_there_is():
     with pytest.raises(LockstepError, match=r"task\.scratch\.sizes\.queries"):
         made("detr", queries=3)
     grey = detector_cases.options_of("rt_detr").model_copy(update={"channels": 1})  # its config counts no channels
-    with pytest.raises(LockstepError, match=r"task\.channels.*takes pictures of 3 channels"):
+    with pytest.raises(LockstepError, match=r"task\.channels.*takes images with 3 channels"):
         detector_cases.models_for(grey, None).make(CLASSES, size=SIZE, trained=False)
 
 
 def test_backbone_of_timm_is_refused_where_timm_is_missing():
-    with pytest.raises(LockstepError, match="is a model of timm, which is not installed"):
+    with pytest.raises(LockstepError, match="is a timm model, but timm is not installed"):
         made("detr", backbone_config={"model_type": "timm_backbone", "backbone": "resnet18"})
 
 

@@ -75,7 +75,7 @@ def test_position_embeddings_are_interpolated_as_transformers_does_it(folder):
 
 
 class EvenSides(nn.Module):
-    """Takes pictures whose side is a multiple of 12 only; reads a value, which the meta device does not have."""
+    """Takes images whose side is a multiple of 12 only; reads a value, which the meta device does not have."""
 
     def __init__(self, reads):
         super().__init__()
@@ -95,19 +95,21 @@ def test_a_size_that_the_model_cannot_take_is_refused_with_the_nearest(reads):
         check_image_sizes(model, sizes, channels=3, forward=lambda net, images: net(images), where="task.image_size")
 
     check(12, 13)  # `unfold` leaves out what is over
-    with pytest.raises(LockstepError, match=r"30x30 pixels.*\n?.*nearest that it can is 23"):
+    with pytest.raises(LockstepError, match=r"30x30 pixels.*\n?.*nearest possible size is 23"):
         check(12, 30)
     assert model.training
 
 
 def test_the_task_checks_all_sizes_before_training(folder):
-    with pytest.raises(LockstepError, match=r"task\.image_size.*4x4 pixels[\s\S]*nearest that it can is 8"):
+    with pytest.raises(LockstepError, match=r"task\.image_size.*4x4 pixels[\s\S]*nearest possible size is 8"):
         make_task(options_for("convnext", image_size={0: 4, 1: 32}), folder).model()
 
 
 def test_a_model_that_remembers_earlier_sizes_is_refused_with_several(folder):
-    """Swin of transformers sets its shift to 0 for small pictures, and never back: a resumed run would differ."""
-    with pytest.raises(LockstepError, match=r"remembers the sizes.*shift_size is 2 .* 64 pixels, but 0 if 32"):
+    """Swin of transformers sets its shift to 0 for small images, and never back: a resumed run would differ."""
+    with pytest.raises(
+        LockstepError, match=r"depends on the sizes.*shift_size is 2 .* 64 pixels, but 0 if an image of 32"
+    ):
         make_task(options_for("swin", image_size={0: 32, 1: 64}), folder).model()
 
 
@@ -238,7 +240,7 @@ def test_an_exported_model_of_grey_pictures_predicts_the_same_in_transformers(fo
     Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
     out = tmp_path / "out"
     Trainer(settings, run_dir=tmp_path / "run").export(out, program=False)
-    assert "warning: transformers.pipeline makes RGB of every picture" in capfd.readouterr().err
+    assert "warning: transformers.pipeline converts every image to RGB" in capfd.readouterr().err
     picture = f"{folder}/red/001.png"
     model = AutoModelForImageClassification.from_pretrained(out).eval()
     inputs = AutoImageProcessor.from_pretrained(out)(Image.open(picture).convert("L"), return_tensors="pt")

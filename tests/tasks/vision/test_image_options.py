@@ -1,4 +1,4 @@
-"""The size of pictures as a function of the epoch."""
+"""The size of images as a function of the epoch."""
 
 import pytest
 from hypothesis import given
@@ -57,11 +57,11 @@ def test_sizes_between_lie_between_and_are_multiples(later, first, multiple, epo
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ("task.image_size={20: 160}", "no size for epoch 0"),
-        ("task.image_size={0: 160, -1: 10}", "no size for epoch 0"),
+        ("task.image_size={20: 160}", "does not give a size for epoch 0"),
+        ("task.image_size={0: 160, -1: 10}", "does not give a size for epoch 0"),
         ("task.image_size={0: 0}", "greater than 0"),
-        ("task.image_size={0: 128, 0.5: 140, 3: 160}", "neither epochs nor shares"),
-        ("task.image_size={0: 128, 1.5: 160}", "neither epochs nor shares"),
+        ("task.image_size={0: 128, 0.5: 140, 3: 160}", "neither epochs nor fractions"),
+        ("task.image_size={0: 128, 1.5: 160}", "neither epochs nor fractions"),
         ("task.image_size={0: 128, 0.5: 160} task.eval_size=160", "write epochs, or set train.epochs"),
         ("task.eval_size=256 task.eval_resize=224", "eval_resize >= 256"),
         ("task.mean=[0.5]", "mean has 1 numbers, but channels is 3"),
@@ -107,7 +107,9 @@ PICTURES = {"kind": "classification", "scratch": {"architecture": "convnet"}}
 def test_a_size_for_evaluation_that_training_never_reaches_is_an_error(sizes, between):
     task = PICTURES | sizes | {"image_size_between": between}
     last = max(sizes["image_size"])
-    with pytest.raises(LockstepError, match=f"24 pixels from epoch {last} on, but the training ends after 2 epochs"):
+    with pytest.raises(
+        LockstepError, match=f"24 pixels from epoch {last} (counted from 0), but the run ends after 2 epochs"
+    ):
         config_file.parse({"task": task, "train": {"epochs": 2}})
     with pytest.raises(LockstepError, match=r"command line: task\.image_size: .* set task\.eval_size"):
         config_file.parse({"task": PICTURES}, overrides=["task.image_size={0: 16, 1: 24}"])  # one epoch
@@ -120,6 +122,6 @@ def test_a_size_for_evaluation_that_training_never_reaches_is_an_error(sizes, be
 @pytest.mark.parametrize("size", [{"image_size": 32}, {"image_size": {0: 16, 1: 32}}, {"eval_size": 32}])
 def test_a_cut_larger_than_the_resized_picture_is_an_error_of_the_config(size):
     task = PICTURES | size
-    with pytest.raises(LockstepError, match=r"eval_resize \(24\) is below the size of evaluation pictures \(32\)"):
+    with pytest.raises(LockstepError, match=r"eval_resize \(24\) is below the size of evaluation images \(32\)"):
         config_file.parse({"task": task | {"eval_resize": 24}, "train": {"epochs": 2}})
     config_file.parse({"task": task | {"eval_resize": 32}, "train": {"epochs": 2}})

@@ -1,4 +1,4 @@
-"""The networks of `image_folder`, and what depends on the size of its pictures."""
+"""The networks of `image_folder`, and what depends on the size of its images."""
 
 import json
 
@@ -18,7 +18,7 @@ RESNET9 = {"scratch": {"architecture": "resnet9"}}
 
 
 def folder_of(path, sides):
-    """A folder with two classes, whose pictures have these shorter sides."""
+    """A folder with two classes, whose images have these shorter sides."""
     for number, side in enumerate(sides):
         file = path / "ab"[number % 2] / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)

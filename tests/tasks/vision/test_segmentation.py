@@ -1,4 +1,4 @@
-"""The segmentation task on small made-up pictures of different sizes."""
+"""The segmentation task on small made-up images of different sizes."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from lockstep.drawing import drawing
 from lockstep_recipes.tasks.vision.readers import coco_masks, masked_images
 from lockstep_recipes.tasks.vision.segmentation import counts
 from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep_recipes.tasks.vision.use_pictures import fitted_size
+from lockstep_recipes.tasks.vision.use_images import fitted_size
 from tests import runs
 from tests.mask_cases import (
     CLASSES,
@@ -97,7 +97,7 @@ def test_a_training_picture_without_a_mask_is_an_error(folder):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"eval_window": 64, "eval_size": 32}, "leave out eval_size"),
+        ({"eval_window": 64, "eval_size": 32}, "remove eval_size"),
         ({"eval_resize": 64}, "every pixel is evaluated"),
         ({"losses": {}}, "losses"),
         ({"losses": {"hinge": 1.0}}, "losses"),
@@ -111,9 +111,9 @@ def test_options_that_contradict_each_other_are_errors(options, what):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["task.losses=[dice]"], "task.losses: ['dice'] gives no factors; write {dice: 1.0}"),
-        (["task.losses=dice"], "task.losses: 'dice' gives no factors; write {dice: 1.0}"),
-        (["task.eval_window=64", "task.eval_size=32"], ": task: eval_window takes pictures at their own resolution"),
+        (["task.losses=[dice]"], "task.losses: ['dice'] does not give factors; write {dice: 1.0}"),
+        (["task.losses=dice"], "task.losses: 'dice' does not give factors; write {dice: 1.0}"),
+        (["task.eval_window=64", "task.eval_size=32"], ": task: eval_window uses images at their own resolution"),
     ],
 )
 def test_errors_of_the_config_name_the_key(keys, message):
@@ -132,7 +132,7 @@ def test_unknown_sizes_of_the_network_are_errors(folder):
 
 
 def plain_losses(logits, masks, weights):
-    """Each loss by torch's functions in the most direct way, picture by picture and class by class."""
+    """Each loss by torch's functions in the most direct way, image by image and class by class."""
     found = dict.fromkeys(ALL_LOSSES["losses"], 0.0)
     for picture, mask in zip(logits, masks, strict=True):
         valid = mask >= 0
@@ -290,7 +290,7 @@ def test_mirror_images_give_the_mean_of_two_probabilities(folder):
 
 
 def test_a_large_picture_is_stitched_from_the_cores_that_an_evaluation_counts(folder):
-    """Predicting a whole picture and evaluating its windows as samples of their own give the same classes."""
+    """Predicting a whole image and evaluating its windows as samples of their own give the same classes."""
     task = make_task({"eval_window": 24, "eval_overlap": 0.4}, folder)
     model, windows = trained_model(task), task.eval_data()
     assert len(windows) > len(windows.pictures)
@@ -346,7 +346,7 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, options, world):
 
 @pytest.mark.exhaustive
 def test_fsdp_evaluates_pictures_of_several_sizes_as_ddp(folder):
-    """The ranks call the model in different numbers: once for each size of pictures in a batch."""
+    """The ranks call the model in different numbers: once for each size of images in a batch."""
     settings = runs.config(
         batch={"global": 6, "micro": 2},
         train={"steps": 1, "eval_every_steps": 1},
@@ -399,11 +399,11 @@ def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
     assert (tmp_path / "samples" / "step-00000040.png").exists()
     assert (tmp_path / "pictures" / "confusion-step-00000040.png").exists()
     log = (tmp_path / "train.log").read_text()
-    assert "evaluation: pictures at their own size; counted at the original resolution" in log
+    assert "evaluation: images at their own size; counted at the original resolution" in log
     assert "disc" in log
 
 
-# ---- data: cache, grey pictures, classes
+# ---- data: cache, grey images, classes
 
 
 @pytest.mark.exhaustive
@@ -417,7 +417,7 @@ def test_a_cache_of_decoded_pictures_changes_no_bit(folder, tmp_path):
         trainer = Trainer(settings | {"data": settings["data"] | data}, run_dir=tmp_path / name, quiet=True)
         results = trainer.fit()
         found.append((trainer.model.state_dict(), results["eval/miou"]))
-        assert ("decoded pictures: " in (tmp_path / name / "train.log").read_text()) == bool(data)
+        assert ("decoded images: " in (tmp_path / name / "train.log").read_text()) == bool(data)
     for weights, miou in found[1:]:
         assert miou == found[0][1]
         assert all(torch.equal(found[0][0][name], weights[name]) for name in weights)
@@ -441,7 +441,7 @@ def test_classes_that_only_evaluation_masks_have_are_named_in_the_log(tmp_path):
     Trainer(runs.config(batch={"global": 6}, train={"steps": 1}), run_dir=tmp_path / "run", quiet=True).fit(task)
     assert task.classes == ["earth", "disc", "bar"]
     log = (tmp_path / "run/train.log").read_text()
-    assert "no training mask has these classes of the evaluation masks: bar" in log
+    assert "these classes of the evaluation masks do not occur in training masks: bar" in log
 
 
 @pytest.mark.exhaustive
@@ -537,7 +537,7 @@ def test_predicted_masks_have_the_values_of_the_training_masks(tmp_path, kind):
 
 def test_predicted_masks_of_coco_data_have_the_ids_of_the_categories():
     annotations = types.SimpleNamespace(classes=("cat", "dog"), category_ids=np.array([3, 17]))
-    masks = coco_masks.CocoMasks(annotations, np.array([1, 2]), background=0, pictures=None)
+    masks = coco_masks.CocoMasks(annotations, np.array([1, 2]), background=0, images=None)
     assert masks.form().ids == {"background": 0, "cat": 3, "dog": 17}
     annotations.category_ids = np.array([0, 17])
     assert masks.form().ids == {"background": 18, "cat": 0, "dog": 17}

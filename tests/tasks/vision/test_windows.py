@@ -1,4 +1,4 @@
-"""Windows of pictures, and their cores."""
+"""Windows of images, and their cores."""
 
 import itertools
 

@@ -1,14 +1,14 @@
 """Recipes for Lockstep: tasks for text, images, CT volumes and language models, data in shards, and adapters.
 
-Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
-adapters: tasks of a LightningModule, or of a model of transformers.
+Shards: a data set of samples in local or remote shards: Parquet, Arrow, JSON lines, tar, MDS.
+adapters: tasks made from a LightningModule or a transformers model.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
+TYPE_CHECKING = False  # importing typing's constant would take as long as starting Python
 __version__ = "0.1.0"
 __all__ = ["Shards"]
 
@@ -22,7 +22,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    if name == "adapters":  # they and the data sets import torch, for which a reader of recipes must not wait
+    if name == "adapters":  # adapters and data sets import torch; reading a recipe must not wait for that
         return importlib.import_module("lockstep_recipes.adapters")
     if name != "Shards":
         raise AttributeError(f"module 'lockstep_recipes' has no attribute {name!r}")

@@ -79,10 +79,10 @@ def test_a_kept_file_that_was_cut_is_named(scan, root):
     volume = cached_volume(scan)
     (file,) = root.glob("volume-*/slices.npy")
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DataError, match="kept volume cannot be read: the file is too short"):
+    with pytest.raises(DataError, match="cached volume cannot be read: the file is too short"):
         volume.slices[11]
     file.unlink()
-    with pytest.raises(DataError, match="kept volume cannot be read"):
+    with pytest.raises(DataError, match="cached volume cannot be read"):
         cached_volume(scan)
 
 
@@ -131,7 +131,7 @@ def test_without_a_cache_nothing_is_written(scan, root):
 def test_a_full_disk_is_a_warning(scan, monkeypatch):
     usage = type("Usage", (), {"free": 1 << 20, "total": 1 << 40})
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage)
-    with pytest.warns(RuntimeWarning, match="no more space"):
+    with pytest.warns(RuntimeWarning, match="no space left"):
         volume = cached_volume(scan)
     assert_same(volume, read_volume(scan))
 
@@ -143,7 +143,7 @@ def test_a_disk_that_becomes_full_during_the_write_is_a_warning(scan, root, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(cache.np, "save", full)
-        with pytest.warns(RuntimeWarning, match="no more space"):
+        with pytest.warns(RuntimeWarning, match="no space left"):
             assert_same(cached_volume(scan), read_volume(scan))
     assert not list(root.glob("volume-*/slices.npy"))
     assert not list(root.glob(".staging-*"))

@@ -161,7 +161,7 @@ def test_slices_that_are_shifted_to_the_side_are_noted(tmp_path):
     values = scans.voxels()
     volume = read_volume(scans.write_dicom(tmp_path / "a", values, change=shifted))
     assert_is(volume, values)
-    assert volume.notes == ("slices are shifted to the side by up to 25.0 mm: they are used as they were taken",)
+    assert volume.notes == ("slices are shifted to the side by up to 25.0 mm; this is not corrected",)
 
 
 def test_compressed_slices(tmp_path):
@@ -197,7 +197,7 @@ def test_doubled_slices(tmp_path):
     (folder / "copy.dcm").write_bytes(first.read_bytes())
     volume = read_volume(folder)
     assert_is(volume, values)
-    assert volume.notes == ("1 doubled slices are left out",)
+    assert volume.notes == ("1 duplicate slices are left out",)
     dataset = pydicom.dcmread(first)
     dataset.PixelData = bytes(len(dataset.PixelData))
     dataset.save_as(folder / "copy.dcm")
@@ -219,7 +219,7 @@ def test_other_files_in_the_folder_are_left_out(tmp_path):
     (folder / ".hidden").write_text("")
     volume = read_volume(folder)
     assert_is(volume, values)
-    assert volume.notes == ("1 files are no DICOM slices and are left out",)
+    assert volume.notes == ("1 files are not DICOM slices and are left out",)
 
 
 def _size(number, dataset):
@@ -274,11 +274,11 @@ def _entry(name, value, only=None):
         (_is_mr, "the modality is MR, not CT"),
         (_no_pixels, "028.dcm: not readable as DICOM: it ends before its pixels"),
         (_several_frames, "a file with several frames"),
-        (_no_intercept, "the file has no RescaleIntercept, but other slices have"),
+        (_no_intercept, "the file has no RescaleIntercept, but other slices do"),
         (_entry("ImagePositionPatient", "1\\2", 2), "ImagePositionPatient is .*, not 3 numbers"),
         (_entry("ImagePositionPatient", "a\\b\\c"), "ImagePositionPatient is .*, not 3 numbers"),
         (_entry("ImageOrientationPatient", "1\\0\\0"), "ImageOrientationPatient is .*, not 6 numbers"),
-        (_entry("ImageOrientationPatient", "1\\0\\0\\1\\0\\0"), "no perpendicular directions"),
+        (_entry("ImageOrientationPatient", "1\\0\\0\\1\\0\\0"), "not perpendicular directions"),
         (_entry("PixelSpacing", "0.7"), "PixelSpacing is '0.7', not 2 numbers"),
         (_entry("RescaleSlope", ""), "RescaleSlope is .*, not 1 number"),
     ],
@@ -342,7 +342,7 @@ def test_truncated_and_unknown_files(tmp_path):
     with pytest.raises(DataError, match="not readable as NumPy"):
         read_volume(tmp_path / "b.npy")
     (tmp_path / "b.jpg").write_text("nothing")
-    with pytest.raises(DataError, match="unknown kind"):
+    with pytest.raises(DataError, match="unknown file type"):
         read_volume(tmp_path / "b.jpg")
     with pytest.raises(DataError, match="there is no such volume"):
         read_volume(tmp_path / "c.nii")
@@ -364,7 +364,7 @@ def test_values_that_are_no_volume(tmp_path):
     with pytest.raises(DataError, match="all 120 voxels have the value -1024"):
         read_volume(scans.write_dicom(tmp_path / "b", np.full((6, 5, 4), -1024, dtype=np.int16)))
     np.save(tmp_path / "c.npy", np.zeros((3, 4)))
-    with pytest.raises(DataError, match="no volume among the arrays"):
+    with pytest.raises(DataError, match="none of the arrays is a volume"):
         read_volume(tmp_path / "c.npy")
 
 
@@ -390,7 +390,7 @@ def test_numpy(tmp_path):
 
 def test_values_that_are_no_hounsfield_units_are_noted(tmp_path):
     np.savez(tmp_path / "a.npz", slices=scans.voxels() + 1000, spacing=SPACING)
-    assert "may be no Hounsfield units" in read_volume(tmp_path / "a.npz").notes[0]
+    assert "may not be Hounsfield units" in read_volume(tmp_path / "a.npz").notes[0]
 
 
 def test_values_beyond_int16_are_clipped(tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures with boxes: COCO, VOC and YOLO files give the same samples, and faults are said with file, id and value."""
+"""Images with boxes: COCO, VOC and YOLO files give the same samples, and faults are said with file, id and value."""
 
 import json
 import pickle
@@ -15,7 +15,7 @@ from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 from lockstep_recipes.tasks.vision.readers.boxed_images import evaluation_part, read_boxed_images
 
 SIZES = {"a": (20, 30), "b": (40, 24), "c": (16, 16)}  # height, width
-# left, top, right, bottom by picture and class; c has no boxes
+# left, top, right, bottom by image and class; c has no boxes
 BOXES = {"a": [("car", (2, 3, 12, 9)), ("tree", (0, 0, 30, 20))], "b": [("tree", (4, 5, 10, 25))], "c": []}
 NAMES = ["car", "tree"]
 IDS = {"a": 70, "b": 9, "c": 11}
@@ -95,7 +95,7 @@ def read(source, split="train", classes=None, cache=None, **options):
 
 
 def plain(data):
-    """Boxes with names, by the stem of the picture."""
+    """Boxes with names, by the stem of the image."""
     return {
         Path(sample.name).stem: [
             (data.classes[label], tuple(np.round(box, 4).tolist()))
@@ -173,7 +173,7 @@ def test_the_ground_truth_is_exactly_the_files_own(tmp_path):
     sample = data[0]
     assert sample.boxes[0].tolist() == [0, 0, 30, 20]  # cut off for training
     assert sample.crowd.tolist() == [True, False]
-    assert "reach over the edge" in data.notes[0]
+    assert "extend beyond the edge" in data.notes[0]
     assert "annotation 100" in data.notes[0]
 
 
@@ -264,7 +264,7 @@ def test_voc_has_lists_of_splits(tmp_path):
     assert list(plain(read(tmp_path, "eval", classes=NAMES))) == ["b"]
     assert evaluation_part(str(tmp_path)) == str(tmp_path)
     (lists / "val.txt").write_text("d\n")
-    fault(tmp_path, "there is no d.xml", split="eval")
+    fault(tmp_path, "d.xml, from the list of the split, does not exist", split="eval")
 
 
 def test_voc_sizes_that_are_missing_are_read_from_the_pictures(tmp_path):
@@ -279,7 +279,7 @@ def test_yolo_reads_polygons_and_pictures_without_file(tmp_path):
     (tmp_path / "labels/train/b.txt").unlink()
     data = read(tmp_path)
     assert plain(data)["b"] == []
-    assert "1 of 3 pictures have no file of labels" in data.notes[0]
+    assert "1 of 3 images have no label file" in data.notes[0]
 
 
 @pytest.mark.parametrize("names", [NAMES, {0: "car", 1: "tree"}])
@@ -322,11 +322,11 @@ def test_a_source_without_an_evaluation_part(tmp_path):
     for kind in MAKERS:
         assert evaluation_part(str(tmp_path / kind)) is None
     assert evaluation_part(str(tmp_path / "coco/annotations/instances_train.json")) is None
-    fault(tmp_path / "coco", "data.eval: there are no evaluation pictures", split="eval")
+    fault(tmp_path / "coco", "data.eval: there are no evaluation images", split="eval")
 
 
 def test_a_file_of_yolo_is_never_passed_over(tmp_path):
-    """Without it, the list of training pictures would give way to all pictures of the folder."""
+    """Without it, the list of training images would give way to all images of the folder."""
     yolo(tmp_path)
     file = tmp_path / "data.yaml"
     (tmp_path / "list.txt").write_text("images/train/b.png\n")
@@ -336,7 +336,7 @@ def test_a_file_of_yolo_is_never_passed_over(tmp_path):
         assert evaluation_part(source) == source
     fault(tmp_path, "data.yaml: there is no", "images/lost", split="eval")
     file.write_text("names: [car, tree\ntrain: list.txt\n")
-    fault(tmp_path, "data.yaml: this is no YAML that can be read")
+    fault(tmp_path, "data.yaml: this is not readable as YAML")
 
 
 def test_pictures_elsewhere(tmp_path):
@@ -354,8 +354,8 @@ BAD = {
     "endless": ([0, 0, 3, float("inf")], "has a number that is not finite"),
     "no width": ([2, 2, 0, 5], "has no area"),
     "negative": ([9, 9, -3, 4], "has no area"),
-    "outside": ([30, 2, 5, 5], "lies outside of its picture"),
-    "above": ([3, -5, 5, 5], "lies outside of its picture"),
+    "outside": ([30, 2, 5, 5], "is outside its image"),
+    "above": ([3, -5, 5, 5], "is outside its image"),
 }
 
 
@@ -363,11 +363,11 @@ BAD = {
 def test_bad_boxes_are_errors_or_are_left_out(tmp_path, name):
     box, text = BAD[name]
     coco(tmp_path, first={"bbox": box})
-    fault(tmp_path, "annotation 100", "a.png", text, "picture 30 x 20", "task.on_bad_boxes=skip")
+    fault(tmp_path, "annotation 100", "a.png", text, "image 30 x 20", "task.on_bad_boxes=skip")
     data = read(tmp_path, on_bad_boxes="skip")
     assert plain(data) == BOXES | {"a": BOXES["a"][1:]}
     assert sorted(entry["id"] for entry in data.ground_truth()["annotations"]) == [98, 99]
-    assert "bad boxes are left out: 1. The first" in data.notes[0]
+    assert "1 bad boxes are left out. The first" in data.notes[0]
     assert text in data.notes[0]
 
 
@@ -392,7 +392,7 @@ def test_boxes_of_corners_in_a_coco_file_are_an_error(tmp_path):
     asked = "are these left, top, right, bottom? COCO has left, top, width, height"
     file = many_boxes(tmp_path, lambda *box: [side * 1.6 for side in corners(*box)])
     for on_bad in ("raise", "skip"):
-        fault(file, "of 30 boxes reach over the edge", asked, "annotation 3 ", on_bad_boxes=on_bad)
+        fault(file, "of 30 boxes extend beyond the edge", asked, "annotation 3 ", on_bad_boxes=on_bad)
     file = many_boxes(tmp_path, corners, lambda left, top, width, height: width * height)
     fault(file, "30 of 30 boxes have the area of a box of left, top, right and bottom", asked)
     assert len(read(many_boxes(tmp_path, sides, lambda left, top, width, height: 0.8 * width * height)).labels) == 30
@@ -407,13 +407,13 @@ def test_boxes_that_are_shares_of_the_picture_are_an_error(tmp_path):
 
     file = many_boxes(tmp_path / "sides", shares)
     for on_bad in ("raise", "skip"):
-        fault(file, "30 of 30 boxes lie in the first pixel", "from 0 to 1 (normalised)", on_bad_boxes=on_bad)
-    fault(many_boxes(tmp_path / "corners", lambda *box: shares(*corners(*box))), "30 of 30 boxes lie in the first")
+        fault(file, "30 of 30 boxes are inside the first pixel", "from 0 to 1 (normalised)", on_bad_boxes=on_bad)
+    fault(many_boxes(tmp_path / "corners", lambda *box: shares(*corners(*box))), "30 of 30 boxes are inside the first")
     mixed = iter(range(30))
     file = many_boxes(tmp_path / "mixed", lambda *box: shares(*box) if next(mixed) % 7 == 0 else list(box))
-    fault(file, "5 of 30 boxes lie in the first pixel", "annotation 1 ")
+    fault(file, "5 of 30 boxes are inside the first pixel", "annotation 1 ")
     coco(tmp_path / "one", annotations=[{"id": 1, "image_id": 70, "category_id": 3, "bbox": [0.1, 0.2, 0.3, 0.4]}])
-    fault(tmp_path / "one", "1 of 1 boxes lie in the first pixel")
+    fault(tmp_path / "one", "1 of 1 boxes are inside the first pixel")
     file = coco(tmp_path / "small", first={"bbox": [0, 0, 1, 1]})  # one of three may be so small
     assert len(read(file).labels) == 3
     shares_of = {
@@ -423,7 +423,7 @@ def test_boxes_that_are_shares_of_the_picture_are_an_error(tmp_path):
         for edge in range(1, 41)
     }
     voc(tmp_path / "voc", a=shares_of, b=shares_of)
-    fault(tmp_path / "voc", "lie in the first pixel", "normalised")
+    fault(tmp_path / "voc", "are inside the first pixel", "normalised")
 
 
 def test_few_boxes_are_judged_where_most_of_them_reach_over_the_edge(tmp_path):
@@ -431,21 +431,23 @@ def test_few_boxes_are_judged_where_most_of_them_reach_over_the_edge(tmp_path):
         {"id": number + 1, "image_id": IDS["a"], "category_id": 3, "bbox": corners(14 + number, 9, 8, 8)}
         for number in range(4)
     ]
-    fault(coco(tmp_path, annotations=rows), "4 of 4 boxes reach over the edge", "are these left, top, right, bottom?")
+    fault(
+        coco(tmp_path, annotations=rows), "4 of 4 boxes extend beyond the edge", "are these left, top, right, bottom?"
+    )
 
 
 def test_boxes_of_yolo_in_pixels_are_an_error_that_says_so(tmp_path):
     yolo(tmp_path)
     (tmp_path / "labels/train/a.txt").write_text("0 7 6 10 6\n1 15 10 12 8\n0 9 9 4 4\n")
-    fault(tmp_path, "YOLO's numbers are shares of the picture, from 0 to 1: are these pixels?")
+    fault(tmp_path, "YOLO's numbers are fractions of the image, from 0 to 1: are these pixels?")
 
 
 def test_many_boxes_over_the_edge_are_an_error_that_can_be_allowed(tmp_path):
     file = many_boxes(tmp_path, lambda left, top, width, height: [left - 4, top, 40, 30])
-    fault(file, "30 of 30 boxes reach over the edge", "what the numbers mean", "task.on_bad_boxes=skip")
+    fault(file, "30 of 30 boxes extend beyond the edge", "Check the numbers", "task.on_bad_boxes=skip")
     data = read(file, on_bad_boxes="skip")
     assert len(data.labels) == 30
-    assert "reach over the edge" in data.notes[0]
+    assert "extend beyond the edge" in data.notes[0]
     file = many_boxes(tmp_path, sides, lambda left, top, width, height: 3 * width * height)
     fault(file, "30 of 30 boxes have an area that is larger than width x height")
     assert len(read(file, on_bad_boxes="skip").labels) == 30
@@ -460,7 +462,7 @@ def test_no_box_at_all_is_an_error(tmp_path):
     yolo(tmp_path)
     for stem in "ab":
         (tmp_path / f"labels/train/{stem}.txt").write_text("\n")
-    fault(tmp_path, "data.train holds no box")
+    fault(tmp_path, "data.train does not contain any boxes")
 
 
 def test_a_picture_of_another_size_is_an_error(tmp_path):
@@ -478,7 +480,7 @@ def test_a_missing_picture_is_an_error(tmp_path):
 
 
 XML = {
-    "no XML": ("<annotation>", "<annotation", "no XML that can be read"),
+    "no XML": ("<annotation>", "<annotation", "not readable as XML"),
     "no name": ("<name>tree</name>", "", "b.xml: box 1: the object has no name"),
     "no corner": ("<xmax>10</xmax>", "", "b.xml: box 1: bndbox/xmax is missing"),
     "a text": ("<ymin>6</ymin>", "<ymin>six</ymin>", "b.xml: box 1: bndbox/ymin is 'six'"),
@@ -497,12 +499,12 @@ def test_faults_of_voc_files(tmp_path, name):
 def test_voc_annotations_without_picture(tmp_path):
     voc(tmp_path)
     (tmp_path / "JPEGImages/b.png").unlink()
-    fault(tmp_path, "b.xml: there is no picture for it")
+    fault(tmp_path, "b.xml: there is no image for it")
     (tmp_path / "Annotations/b.xml").unlink()
     Image.new("L", (3, 3)).save(tmp_path / "JPEGImages/d.png")
-    assert "1 pictures in" in read(tmp_path).notes[0]
+    assert "1 images in" in read(tmp_path).notes[0]
     Image.new("L", (3, 3)).save(tmp_path / "JPEGImages/a.bmp")
-    fault(tmp_path, "two pictures have the stem 'a'")
+    fault(tmp_path, "two images have the stem 'a'")
 
 
 LINES = {
@@ -511,7 +513,7 @@ LINES = {
     "scores": ("0 0.5 0.5 0.1 0.1 0.9", "b.txt:2: the line has 6 numbers"),
     "class": ("2 0.5 0.5 0.1 0.1", "b.txt:2: the class is 2, but must be 0 to 1"),
     "half a class": ("0.5 0.5 0.5 0.1 0.1", "b.txt:2: the class is 0.5"),
-    "pixels": ("0 30 30 10 10", "b.txt: box 2: the box [600, 1000, 240, 400] lies outside"),
+    "pixels": ("0 30 30 10 10", "b.txt: box 2: the box [600, 1000, 240, 400] is outside"),
     "not finite": ("0 nan 0.5 0.1 0.1", "b.txt: box 2: the box [nan"),
 }
 
@@ -529,7 +531,7 @@ def test_a_picture_that_is_named_twice_is_an_error(tmp_path):
     voc(tmp_path / "voc")
     (tmp_path / "voc/ImageSets/Main").mkdir(parents=True)
     (tmp_path / "voc/ImageSets/Main/train.txt").write_text("a\nb\na\n")
-    fault(tmp_path / "voc", "names the picture a more than once")
+    fault(tmp_path / "voc", "names the image a more than once")
     yolo(tmp_path / "yolo")
     file = tmp_path / "yolo/data.yaml"
     file.write_text(yaml.safe_dump({"train": ["images/train", "list.txt"], "names": NAMES}))
@@ -540,20 +542,20 @@ def test_a_picture_that_is_named_twice_is_an_error(tmp_path):
 def test_yolo_labels_that_are_elsewhere_are_an_error(tmp_path):
     yolo(tmp_path)
     (tmp_path / "labels").rename(tmp_path / "texts")
-    fault(tmp_path, "none of the 3 pictures has a file of labels", "DIR/labels/a.txt")
+    fault(tmp_path, "none of the 3 images has a label file", "DIR/labels/a.txt")
 
 
 def test_yolo_labels_without_picture_are_an_error(tmp_path):
     yolo(tmp_path)
     (tmp_path / "images/train/b.png").unlink()
-    fault(tmp_path, "b.txt", "there is no picture for this")
+    fault(tmp_path, "b.txt", "there is no image for this")
 
 
 def test_a_source_that_is_not_there_and_one_that_is_nothing(tmp_path):
     coco(tmp_path / "cells")
     fault(tmp_path / "cels", "no such file or folder", "did you mean cells? Give a COCO annotation file (.json), or")
     (tmp_path / "empty").mkdir()
-    fault(tmp_path / "empty", "there are no training pictures with boxes", "annotations/*.json")
+    fault(tmp_path / "empty", "there are no training images with boxes", "annotations/*.json")
     (tmp_path / "a.yaml").write_text("names: [a, a]\n")
     fault(tmp_path / "a.yaml", "`names` is ['a', 'a']")
 
@@ -581,11 +583,11 @@ def test_blood_cells_with_boxes_of_corners_are_an_error(shared_data, tmp_path):
         row["bbox"] = [left, top, left + width, top + height]
     (tmp_path / "train.json").write_text(json.dumps(content))
     asked = "are these left, top, right, bottom?"
-    fault(tmp_path / "train.json", "of 769 boxes reach over the edge", asked, images=str(folder / "images/train"))
+    fault(tmp_path / "train.json", "of 769 boxes extend beyond the edge", asked, images=str(folder / "images/train"))
 
 
 def test_pycocotools_finds_the_same_in_the_ground_truth_as_in_the_file(tmp_path):
-    """Also with crowds, boxes over the edge, areas of their own, and pictures without boxes."""
+    """Also with crowds, boxes over the edge, areas of their own, and images without boxes."""
     pytest.importorskip("pycocotools", reason="pycocotools is not installed")
     import contextlib
     import io

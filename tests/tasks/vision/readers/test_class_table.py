@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.vision.pictures.mask import MaskValues
+from lockstep_recipes.tasks.vision.images.mask import MaskValues
 from lockstep_recipes.tasks.vision.readers.class_table import read_class_table, usual_color
 from lockstep_recipes.tasks.vision.readers.mask_lookup import MaskLookup
 
@@ -48,7 +48,7 @@ def test_every_way_to_write_classes(content, expected, tmp_path):
 
 
 def test_the_description_of_a_yolo_data_set_without_names_is_said_so():
-    with pytest.raises(DataError, match="describes the folders of a YOLO data set, and has no list `names`"):
+    with pytest.raises(DataError, match="describes the folders of a YOLO data set, but does not have a list `names`"):
         read_class_table({"train": "images/train", "val": "images/val"})
 
 
@@ -91,8 +91,8 @@ def test_ids_and_colours_without_a_name_are_ignored():
         ({"sky": [1, 2, 256]}, "the colour of 'sky'"),
         ({"sky": -1}, "class 'sky' is -1"),
         ({"sky": {"colour": [1, 2, 3]}}, "class 'sky' is"),
-        ([True, "off"], "True is no name"),
-        (["sky", ""], "'' is no name"),
+        ([True, "off"], "True is not a class name"),
+        (["sky", ""], "'' is not a class name"),
         (3, "the classes are 3"),
         ({"classes": ["sky"], "ignore": ["skyy"]}, "ignore has 'skyy'"),
         ({"classes": ["sky"], "ignore": ["sky"]}, "every class is ignored"),
@@ -138,12 +138,12 @@ def test_a_misspelt_key_is_no_class(value):
 
 def test_files_that_are_none(tmp_path):
     (tmp_path / "classes.json").write_text("{")
-    with pytest.raises(DataError, match="no JSON"):
+    with pytest.raises(DataError, match="not valid JSON"):
         read_class_table(str(tmp_path / "classes.json"))
     with pytest.raises(DataError, match=r"did you mean classes\.json"):
         read_class_table(str(tmp_path / "clases.json"))
     (tmp_path / "a.yaml").write_text("a: [")
-    with pytest.raises(DataError, match="no YAML"):
+    with pytest.raises(DataError, match="not valid YAML"):
         read_class_table(str(tmp_path / "a.yaml"))
 
 
@@ -192,7 +192,7 @@ def test_unknown_ids_are_named_with_their_place(dtype):
     with pytest.raises(DataError) as caught:
         lookup(ids([[0, 1, 9], [1, 12, 7], [0, 7, 0]], dtype=dtype), where="masks/x.png")
     text = str(caught.value)
-    for part in ("masks/x.png", "7, 12", "3 pixels", "row 1, column 1", "0 (a), 1 (b)", "ignored are 9"):
+    for part in ("masks/x.png", "7, 12", "3 pixels", "row 1, column 1", "0 (a), 1 (b)", "ignored ids are 9"):
         assert part in text, text
 
 
@@ -206,7 +206,9 @@ def test_colours_become_class_numbers():
     colors = np.array([[SKY, (0, 0, 1)], [ROAD, SKY]], dtype=np.uint8)
     np.testing.assert_array_equal(lookup(MaskValues(colors), where=""), [[0, 2], [1, 0]])
     colors[1, 1] = 127
-    with pytest.raises(DataError, match=r"1 colours that no class has: \[127, 127, 127\] \(1 pixels.*row 1, column 1"):
+    with pytest.raises(
+        DataError, match=r"1 colours that do not belong to a class: \[127, 127, 127\] \(1 pixels.*row 1, column 1"
+    ):
         lookup(MaskValues(colors), where="m.png")
 
 

@@ -14,7 +14,7 @@ RLE = {"counts": [3, 5, 40], "size": [6, 8]}
 
 
 def content(**changes):
-    """Two pictures, three annotations and two classes, with ids that have gaps and no order."""
+    """Two images, three annotations and two classes, with ids that have gaps and no order."""
     whole = {
         "info": {"description": "a test"},
         "images": [
@@ -96,8 +96,8 @@ def test_an_annotation_with_the_id_0_is_noted(tmp_path):
 IMAGE, CAR = {"id": 1, "file_name": "c.jpg"}, {"id": 3, "name": "car"}
 FAULTS = {
     "empty file": ("  \n", "the file is empty"),
-    "no JSON": ('{"images": [', "no JSON"),
-    "a list": ([{"image_id": 1, "id": 1}], "a list, as files of results"),
+    "no JSON": ('{"images": [', "is not JSON"),
+    "a list": ([{"image_id": 1, "id": 1}], "a list, as in result files"),
     "no annotations": (content(annotations=[]), "`annotations` is empty"),
     "no categories": ({"images": [IMAGE], "annotations": []}, "`annotations` is empty"),
     "no part": ({"annotations": []}, "`images` is missing"),

@@ -28,14 +28,14 @@ def annotation(number, segmentation, category=7, image=1, **more):
 def content(*annotations, categories=CATEGORIES):
     images = [
         {"id": 1, "file_name": "a.png", "height": HEIGHT, "width": WIDTH},
-        {"id": 9, "file_name": "b.png"},  # its size is in the picture only
+        {"id": 9, "file_name": "b.png"},  # its size is in the image only
     ]
     return {"images": images, "annotations": list(annotations), "categories": categories}
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a COCO file beside its pictures and returns its path."""
+    """Writes a COCO file beside its images and returns its path."""
     (tmp_path / "images").mkdir()
     Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "images" / "a.png")
     Image.new("RGB", (5, 4)).save(tmp_path / "images" / "b.png")
@@ -195,15 +195,15 @@ BAD = {
     "odd": ([[*SQUARE, 3]], "9 numbers"),
     "nan": ([[*SQUARE, 3, NAN]], "coordinate nan"),
     "too large": ([[*SQUARE, 3, 1e10]], "coordinate 10000000000.0"),
-    "RLE of no size": ({"size": None, "counts": [192]}, "its RLE is of None pixels"),
+    "RLE of no size": ({"size": None, "counts": [192]}, "its RLE has None pixels"),
     "text": ([[*SQUARE, 3, "4"]], "coordinate '4'"),
     "flat": (SQUARE, "polygon 0 is 2"),
     "missing": (None, "no segmentation"),
     "empty": ([], "no segmentation"),
-    "outside": ([[20, 1, 30, 1, 30, 9]], "outside of its picture of 16x12"),
-    "RLE of another size": ({"size": [WIDTH, HEIGHT], "counts": [192]}, "its RLE is of [16, 12] pixels"),
-    "RLE too short": ({"size": [HEIGHT, WIDTH], "counts": [100, 20]}, "add up to 120, its picture has 192"),
-    "negative RLE": ({"size": [HEIGHT, WIDTH], "counts": [200, -8]}, "whole numbers"),
+    "outside": ([[20, 1, 30, 1, 30, 9]], "outside its image of 16x12"),
+    "RLE of another size": ({"size": [WIDTH, HEIGHT], "counts": [192]}, "its RLE has [16, 12] pixels"),
+    "RLE too short": ({"size": [HEIGHT, WIDTH], "counts": [100, 20]}, "add up to 120, but its image has 192"),
+    "negative RLE": ({"size": [HEIGHT, WIDTH], "counts": [200, -8]}, "integers of 0 or more"),
     "RLE without size": ({"counts": [192]}, "size"),
     "RLE of a number": ({"size": [HEIGHT, WIDTH], "counts": 3}, "counts of its RLE are 3"),
 }
@@ -222,7 +222,7 @@ def test_bad_segmentations_are_named_before_training_and_when_they_are_read(writ
 def test_polygons_that_are_shares_of_the_picture_are_an_error(write):
     shares = [value / side for value, side in zip(SQUARE, (WIDTH, HEIGHT) * 4, strict=True)]
     path = write(annotation(4, [shares]), annotation(5, [shares]), annotation(6, [SQUARE]))
-    fault(path, "annotation 4", "2 of 3 segmentations lie in the first pixel", "from 0 to 1 (normalised)")
+    fault(path, "annotation 4", "2 of 3 segmentations are inside the first pixel", "from 0 to 1 (normalised)")
     read(write(annotation(4, [shares]), annotation(5, [SQUARE]))).check()  # one of two may be so small
 
 
@@ -248,7 +248,7 @@ def test_a_picture_of_another_size_than_the_file_says(write):
     broken = copy.deepcopy(content(annotation(1, [SQUARE])))
     broken["images"][0].update(height=WIDTH, width=HEIGHT)
     path.write_text(json.dumps(broken))
-    fault(path, path, "image 1 (a.png)", "16x12 pixels (height x width), its picture 12x16")
+    fault(path, path, "image 1 (a.png)", "16x12 pixels (height x width), but its image 12x16")
 
 
 def test_a_picture_that_is_not_there(write, tmp_path):

@@ -1,4 +1,4 @@
-"""Pictures come out of folders, tables, data sets and shards alike, and faults are said with file, row or member."""
+"""Images come out of folders, tables, data sets and shards alike, and faults are said with file, row or member."""
 
 import io
 import json
@@ -16,20 +16,20 @@ from PIL import Image
 from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions, ColumnsOptions
-from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.readers.image_records import (
     evaluation_source,
     read_image_records,
-    unlabelled_pictures,
+    unlabelled_images,
 )
-from lockstep_recipes.tasks.vision.readers.image_shards import ShardPictures, find_shards, read_shards
+from lockstep_recipes.tasks.vision.readers.image_shards import ShardImages, find_shards, read_shards
 from lockstep_recipes.tasks.vision.readers.image_table import read_data_set
 from lockstep_recipes.tasks.vision.readers.shard_index import load_index
 from tests.processes import HANG_S
 
 
 def jpeg(number):
-    """A small picture, another for each number."""
+    """A small image, another for each number."""
     file = io.BytesIO()
     Image.new("RGB", (8, 6), (number * 7 % 256, 40, 90)).save(file, "JPEG")
     return file.getvalue()
@@ -192,7 +192,7 @@ def test_shards(tmp_path, kind):
     assert len(read(tmp_path / "w/s-001.tar")) == 2
     put(tmp_path / "w2/train/.keep", b"")
     os.rename(tmp_path / "w", tmp_path / "w2/train/w")
-    fault(tmp_path / "w2/train", "no picture in a class folder")  # shards one folder deeper are not found by chance
+    fault(tmp_path / "w2/train", "a class folder has no images")  # shards one folder deeper are not found by chance
 
 
 # ---- folders
@@ -208,7 +208,7 @@ def test_folders_are_read_at_any_depth_in_an_order_that_does_not_depend_on_the_d
     assert records.classes == ["10", "9", "a", "b"]
     names = ["10/a.jpg", "9/a.jpg", "a/10.jpg", "a/9.webp", "b/2.PNG", "b/x/0.jpg", "b/x/1.JPEG"]
     assert [records[index].name for index in range(len(records))] == names
-    assert records.notes == (f"1 files below {tmp_path} are no pictures and are left out: 1 .txt",)
+    assert records.notes == (f"1 files below {tmp_path} are not images and are left out: 1 .txt",)
 
 
 def test_links_to_folders_are_followed_and_never_around_in_circles(tmp_path):
@@ -221,7 +221,7 @@ def test_links_to_folders_are_followed_and_never_around_in_circles(tmp_path):
 
 def test_pictures_beside_the_class_folders_are_noted(folder):
     put(folder / "stray.jpg")
-    assert read(folder).notes == (f"1 pictures in {folder} are in no class folder and are left out",)
+    assert read(folder).notes == (f"1 images in {folder} are not in a class folder and are left out",)
 
 
 def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
@@ -229,10 +229,10 @@ def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
     for name in ("cat/1.jpg", "dog/2.jpg", "cat/3.HEIC", "cat/4.heic", "dog/x/5.psd", "dog/notes", "dog/Thumbs.db"):
         put(tmp_path / name)
     put(tmp_path / "cat" / ".hidden.psd")
-    counted = f"4 files below {tmp_path} are no pictures and are left out: 2 .heic, 1 .psd, 1 without an ending"
+    counted = f"4 files below {tmp_path} are not images and are left out: 2 .heic, 1 .psd, 1 without a suffix"
     advice = "; pip install 'torch-lockstep[heic]' reads .heic"
     assert read(tmp_path).notes == (counted + advice,)
-    assert unlabelled_pictures([str(tmp_path)]).notes == (counted + advice,)
+    assert unlabelled_images([str(tmp_path)]).notes == (counted + advice,)
 
 
 @pytest.mark.parametrize("other", ["val", "validation", "test", "eval"])
@@ -260,7 +260,7 @@ def test_a_class_called_train_is_no_part(tmp_path):
 def test_faults_of_folders(tmp_path):
     put(tmp_path / "train/a/1.jpg")
     put(tmp_path / "train/b/readme.txt")
-    fault(tmp_path, f"{tmp_path}/train/b: no picture in a class folder", "its 1 files end in .txt", ".png")
+    fault(tmp_path, f"{tmp_path}/train/b: a class folder has no images", "its 1 files end in .txt", ".png")
     put(tmp_path / "train/b/1.jpg")
     fault(tmp_path, "there is train/, but none of val/", split="eval")
     put(tmp_path / "val/c/1.jpg")
@@ -269,7 +269,7 @@ def test_faults_of_folders(tmp_path):
     (tmp_path / "none").mkdir()
     fault(tmp_path / "none", "there are no class folders", "none/CLASS/NAME.jpg")
     fault(tmp_path / "trian", "no such file or folder", "did you mean train?")
-    fault(tmp_path / "train/a/1.jpg", "data.train is no source of pictures")
+    fault(tmp_path / "train/a/1.jpg", "data.train is not a source of images")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_data_of_another_recipe_are_no_classes(tmp_path, other, recipe):
     for split in ("train", "eval"):
         fault(
             tmp_path,
-            " and ".join(f"{name}/" for name in sorted([images, other])) + " are no classes",
+            " and ".join(f"{name}/" for name in sorted([images, other])) + " are not classes",
             f"lockstep train {recipe}",
             split=split,
         )
@@ -377,7 +377,7 @@ def test_a_pipe_is_no_picture(folder):
 
 
 def test_an_archive_is_to_be_unpacked(tmp_path):
-    fault(put(tmp_path / "pictures.zip", b"PK"), "data.train is no source of pictures", "Unpack it first")
+    fault(put(tmp_path / "pictures.zip", b"PK"), "data.train is not a source of images", "Unpack it first")
 
 
 def test_a_broken_picture_names_the_ways_to_go_on_without_it(folder):
@@ -406,7 +406,7 @@ def test_faults_of_tables(folder):
     table(folder, "cat/0.jpg,cat", "elk/3.jpg,elk")
     fault(path, f"{path}:3: there is no file", f"there is no folder {folder}/elk")
     table(folder, "cat/0.jpg,cat", header="a,b")
-    fault(path, "no column looks like the label", "task.columns.label to one of: a, b")
+    fault(path, "no column has a usual name for the label", "task.columns.label to one of: a, b")
     assert read(path, image="a", label=1).classes == ["cat"]
     fault(path, "there is no column 'c'", "task.columns.image", image="c", label="b")
     table(folder)
@@ -437,16 +437,16 @@ def test_faults_of_data_sets(tmp_path):
 
     data = data_set(tmp_path, embed=True)
     data.remove_columns("img").save_to_disk(str(tmp_path / "bare"))
-    fault(tmp_path / "bare", "no column looks like the image")
-    fault(tmp_path / "bare", "not pictures", "cast it first", image="label")
+    fault(tmp_path / "bare", "no column has a usual name for the image")
+    fault(tmp_path / "bare", "not images", "cast it first", image="label")
     data.remove_columns("label").save_to_disk(str(tmp_path / "unlabelled"))
-    fault(tmp_path / "unlabelled", "no column looks like the label")
+    fault(tmp_path / "unlabelled", "no column has a usual name for the label")
     features = data.features
     empty = datasets.Dataset.from_dict({"img": [None], "label": [-1]}, features)
     empty.save_to_disk(str(tmp_path / "empty"))
     fault(tmp_path / "empty", "row 0: no label")
     datasets.Dataset.from_dict({"img": [None], "label": [1]}, features).save_to_disk(str(tmp_path / "null"))
-    with pytest.raises(DataError, match="null, row 0: no picture in column 'img'"):
+    with pytest.raises(DataError, match="null, row 0: no image in column 'img'"):
         read(tmp_path / "null")[0]
 
 
@@ -519,7 +519,7 @@ def test_the_text_goes_before_the_json_and_other_members_are_noted(tmp_path):
     ]
     records = read(shard(tmp_path / "s.tar", members))
     assert records.classes == ["12"]
-    assert records.notes == ("2 members of 1 shards belong to no picture and are left out",)
+    assert records.notes == ("2 members of 1 shards do not belong to an image and are left out",)
 
 
 def test_class_numbers_are_sorted_by_value(tmp_path):
@@ -554,9 +554,9 @@ def test_faults_of_shards(tmp_path):
     shard(path, [picture])
     fault(path, f"{path}, member dir/0000.jpg: no label", "KEY.cls")
     shard(path, [*wds(1), label])
-    fault(path, f"{path}, KEY dir/0000: a label without a picture")
+    fault(path, f"{path}, KEY dir/0000: a label without an image")
     shard(path, [*wds(0), ("dir/0000.png", jpeg(1))])
-    fault(path, f"{path}, member dir/0000.png: a second picture of KEY, after dir/0000.jpg")
+    fault(path, f"{path}, member dir/0000.png: a second image of KEY, after dir/0000.jpg")
     shard(path, [picture, ("dir/0000.json", b"{")])
     fault(path, "member dir/0000.json: not JSON")
     shard(path, [picture, ("dir/0000.json", b"[1]")])
@@ -565,15 +565,15 @@ def test_faults_of_shards(tmp_path):
     fault(path, "the class in 'label' is [1]")
     shard(path, [picture, ("dir/0000.cls", b"\xff")])
     fault(path, "member dir/0000.cls: the class is not text")
-    shard(path, [("README", b"no pictures")])
-    fault(path, "no picture in 1 shards")
+    shard(path, [("README", b"no images")])
+    fault(path, "no images in 1 shards")
     put(path, b"no tar file" * 100)
     fault(path, f"{path}: not a tar file")
     put(path, b"")
     fault(path, f"{path}: not a tar file")
     fault(tmp_path / "t.tar", "there is no such shard", "did you mean s.tar?")
     fault(tmp_path / "s-{0..1}.tar", f"{tmp_path}/s-0.tar: there is no such shard", "s-{0..1}.tar")
-    fault(tmp_path / "s-{3..1}.tar", "{3..1} stands for no list of names")
+    fault(tmp_path / "s-{3..1}.tar", "{3..1} does not expand to a list of names")
     fault(tmp_path / "s.tar.gz", "a compressed shard")
 
 
@@ -594,11 +594,11 @@ def test_truncated_shards_name_shard_and_member(tmp_path):
 
 def test_joined_and_damaged_shards(tmp_path):
     one, two = (shard(tmp_path / f"{n}.tar", wds(n)).read_bytes() for n in range(2))
-    fault(put(tmp_path / "joined.tar", one + two), "behind the end mark", "`cat`")
+    fault(put(tmp_path / "joined.tar", one + two), "after the end mark", "`cat`")
     member = -(-len(jpeg(0)) // 512) * 512 + 512
     damaged = bytearray(one)
     damaged[member : member + 512] = b"x" * 512
-    fault(put(tmp_path / "damaged.tar", bytes(damaged)), "no header follows", "after member dir/0000.jpg")
+    fault(put(tmp_path / "damaged.tar", bytes(damaged)), "the next header is invalid", "after member dir/0000.jpg")
 
 
 def test_links_in_shards_are_refused(tmp_path):
@@ -607,14 +607,14 @@ def test_links_in_shards_are_refused(tmp_path):
         member = tarfile.TarInfo("1.jpg")
         member.type, member.linkname = tarfile.LNKTYPE, "0.jpg"
         tar.addfile(member)
-    fault(path, "member 1.jpg: the member is no plain file", "--hard-dereference")
+    fault(path, "member 1.jpg: the member is not a regular file", "--hard-dereference")
 
 
 def test_a_shard_that_shrinks_after_it_was_indexed_is_named(tmp_path):
     path = shard(tmp_path / "s.tar", [*wds(0), *wds(1)])
     records = read(path)
     os.truncate(path, 2048)
-    with pytest.raises(DataError, match=r"s\.tar, member dir/0001\.jpg: the shard was cut off since it was indexed"):
+    with pytest.raises(DataError, match=r"s\.tar, member dir/0001\.jpg: the shard was truncated since it was indexed"):
         records[1]
 
 
@@ -629,7 +629,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
     copy = pickle.loads(pickle.dumps(pictures))
     assert copy._open == {}
     assert copy.read(5) == jpeg(5)
-    assert isinstance(copy, ShardPictures)
+    assert isinstance(copy, ShardImages)
 
 
 def _read_in_child(records, start, put_result):
@@ -661,24 +661,24 @@ def test_brace_patterns(tmp_path):
     assert [path.name for path in find_shards(f"{tmp_path}/{{1..2}}.tar")] == ["{1..2}.tar"]
 
 
-# ---- pictures to predict
+# ---- images to predict
 
 
 def test_pictures_to_predict(folder, tmp_path):
     other = put(tmp_path / "one.dat")
-    records = unlabelled_pictures([str(other), str(folder), f"{folder}/dog/*.jpg", f"{folder}/**/0.jpg"])
+    records = unlabelled_images([str(other), str(folder), f"{folder}/dog/*.jpg", f"{folder}/**/0.jpg"])
     names = [Path(records[index].name).name for index in range(len(records))]
     assert names == ["one.dat", "0.jpg", "3.jpg", "1.jpg", "4.jpg", "2.jpg", "5.jpg"]  # each once
     assert set(records.labels.tolist()) == {-1}
     with pytest.raises(UsageError, match="no such file or folder"):
-        unlabelled_pictures([str(folder / "cat" / "9.jpg")])
+        unlabelled_images([str(folder / "cat" / "9.jpg")])
     (tmp_path / "bare").mkdir()
     with pytest.raises(UsageError, match="no file in this folder"):
-        unlabelled_pictures([str(tmp_path / "bare")])
+        unlabelled_images([str(tmp_path / "bare")])
     path = shard(tmp_path / "s.tar", [wds(0)[0]])
-    assert unlabelled_pictures([str(path)])[0].label == -1
-    with pytest.raises(DataError, match="not read together"):
-        unlabelled_pictures([str(path), str(folder)])
+    assert unlabelled_images([str(path)])[0].label == -1
+    with pytest.raises(DataError, match="cannot be combined"):
+        unlabelled_images([str(path), str(folder)])
 
 
 def test_packed_texts_are_any_file_name():

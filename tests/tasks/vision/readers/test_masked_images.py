@@ -1,4 +1,4 @@
-"""Pictures with masks come out of folders and data sets exactly as they were saved, and faults are said with file and
+"""Images with masks come out of folders and data sets exactly as they were saved, and faults are said with file and
 value."""
 
 import multiprocessing
@@ -54,7 +54,7 @@ def save(path, pixels):
 
 
 def make(root, sizes=SIZES, seed=0):
-    """A folder of pictures and masks of different sizes."""
+    """A folder of images and masks of different sizes."""
     for number, size in enumerate(sizes):
         save(root / "images" / f"{number}.png", picture(size, seed + number))
         save(root / "masks" / f"{number}.png", ids(size, seed + number))
@@ -208,14 +208,14 @@ def test_pictures_to_predict(folder):
 
 def test_a_picture_without_a_mask_and_a_mask_without_a_picture(folder):
     (folder / "masks" / "2.png").rename(folder / "masks" / "2b.png")
-    fault(folder, folder / "images" / "2.png", "this picture has no mask", "did you mean 2b?")
+    fault(folder, folder / "images" / "2.png", "this image has no mask", "did you mean 2b?")
     save(folder / "masks" / "2.png", ids(SIZES[2], 2))
-    fault(folder, folder / "masks" / "2b.png", "this mask has no picture")
+    fault(folder, folder / "masks" / "2b.png", "this mask has no image")
 
 
 def test_two_files_of_one_name(folder):
     save(folder / "images" / "2.bmp", picture(SIZES[2], 2))
-    fault(folder, folder / "images", "2.png", "2.bmp", "the same name but for the suffix")
+    fault(folder, folder / "images", "2.png", "2.bmp", "the same name except for the suffix")
 
 
 def test_a_mask_of_another_size_is_found_before_training_and_when_it_is_read(folder):
@@ -225,7 +225,7 @@ def test_a_mask_of_another_size_is_found_before_training_and_when_it_is_read(fol
         read(folder)[1]
     assert str(caught.value) == str(said)
     save(folder / "masks" / "3.png", ids((2, 2), 3))
-    fault(folder, "1 other masks differ too")
+    fault(folder, "1 other masks also differ")
     read(folder)[0]
 
 
@@ -257,15 +257,15 @@ def test_masks_of_two_ids_need_no_names(folder, second):
     assert list(data.classes) == ["background", "object"]
     for number, size in enumerate(SIZES):
         np.testing.assert_array_equal(data[number].mask, ids(size, number, 2))
-    assert any(f"task.classes='{{background: 0, object: {second}}}' is taken" in note for note in data.notes)
+    assert any(f"using task.classes='{{background: 0, object: {second}}}'" in note for note in data.notes)
     evaluated = read(folder, "eval", classes=None, names=data.classes)
     np.testing.assert_array_equal(evaluated[1].mask, ids(SIZES[1], 1, 2))
 
 
 def test_classes_that_are_not_known(folder):
-    fault(folder, folder / "masks" / "0.png", "the names of the classes are not known", "ids 0, 1, 2", classes=None)
+    fault(folder, folder / "masks" / "0.png", "the class names are unknown", "ids 0, 1, 2", classes=None)
     save(folder / "masks" / "0.png", picture(SIZES[0], 0))
-    fault(folder, "pictures in colour", classes=None)
+    fault(folder, "colour images", classes=None)
 
 
 def test_folders_that_are_none(tmp_path):
@@ -273,9 +273,9 @@ def test_folders_that_are_none(tmp_path):
     (tmp_path / "images").mkdir()
     fault(tmp_path, "there is no folder masks/")
     (tmp_path / "masks").mkdir()
-    fault(tmp_path, "there is no picture")
+    fault(tmp_path, "there is no image")
     (tmp_path / "file.csv").write_text("a")
-    fault(tmp_path / "file.csv", "data.train is no source of pictures with masks")
+    fault(tmp_path / "file.csv", "data.train is not a source of images with masks")
 
 
 def test_two_files_of_classes_beside_each_other(folder):
@@ -290,11 +290,13 @@ def test_a_description_of_a_data_set_is_no_file_of_classes_and_is_passed_over(fo
     for content in ("train: images/train\nval: images/val\nnc: 2\n", "path: .\ntrain: [a, b]\n"):
         (folder / "classes.yaml").write_text(content)
         (folder / "classes.txt").unlink(missing_ok=True)
-        fault(folder, "the names of the classes are not known", "classes.yaml describes folders", classes=None)
+        fault(folder, "the class names are unknown", "classes.yaml describes the folders", classes=None)
         (folder / "classes.txt").write_text("\n".join(NAMES))
         found = read(folder, classes=None)
         assert found.classes == NAMES
-        assert "classes.yaml describes folders of a data set and names no classes: it is not used" in str(found.notes)
+        assert "classes.yaml describes the folders of a data set but does not name classes: it is not used" in str(
+            found.notes
+        )
     (folder / "classes.yaml").write_text("train: 1\nsky: 0\n")  # classes with ids, one of which is a train
     fault(folder, "classes.yaml and classes.txt", classes=None)
 
@@ -303,7 +305,7 @@ def test_damaged_and_lossy_files(folder):
     content = (folder / "masks" / "0.png").read_bytes()
     for damaged, says in ((content[:-30], "damaged"), (b"", "empty")):
         (folder / "masks" / "0.png").write_bytes(damaged)
-        error = fault(folder, folder / "masks" / "0.png", says, "remove both the picture and its mask")
+        error = fault(folder, folder / "masks" / "0.png", says, "remove both the image and its mask")
         assert "on_error" not in str(error)  # the check before training has no such policy
         with pytest.raises(DataError, match=r"data\.on_error=skip"):
             read(folder)[0]

@@ -1,11 +1,11 @@
-"""Tasks made of other people's code: a LightningModule with its DataModule, or a model of transformers with its data.
+"""Tasks made from existing code: a LightningModule with its DataModule, or a transformers model with its data.
 
     from lockstep import Trainer
     from lockstep_recipes import adapters
 
     Trainer({"train": {"epochs": 3}}).fit(adapters.lightning(MyModule(), MyDataModule()), nproc=2)
 
-`lockstep train my_lightning.py:MyModule` makes such a task by itself. See lockstep --explain adapters.
+`lockstep train my_lightning.py:MyModule` makes such a task automatically. See lockstep --explain adapters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 Weight = Callable[[Any], Any] | str | None
-"""The units that a mean loss is a mean over: a function from a batch to their number, computed from the labels alone;
-`samples`; or None: they are found by trying, see `adapters.units`."""
+"""What a mean loss is averaged over: a function that counts the units of a batch from its labels only; `samples`; or
+None: Lockstep finds the unit by experiment, see `adapters.units`."""
 
 
 def lightning(
@@ -29,20 +29,20 @@ def lightning(
     weight: Weight = None,
     ignore: Sequence[str] = (),
 ) -> Task:
-    """The task of a LightningModule, of PyTorch Lightning 2, unchanged.
+    """Make a task from an unchanged LightningModule (PyTorch Lightning 2).
 
-    `training_step` returns a mean loss; the batch, `configure_optimizers` and `self.log` mean what they mean there,
-    over the global batch and over all ranks. Importing Lightning is left to the code that has the module.
+    `training_step` returns a mean loss. The batch, `configure_optimizers` and `self.log` keep their Lightning meaning,
+    over the global batch and all ranks. This function does not import Lightning; the module's own code does.
 
     Args:
-        module: the LightningModule. Each training begins with a copy of it.
+        module: the LightningModule. Each training run starts with a copy of it.
         datamodule: a LightningDataModule, or anything with `train_dataloader` and `val_dataloader`. None: the module's.
-        trainer: arguments of Lightning's Trainer, which become keys of the config: `{"max_epochs": 3}`.
+        trainer: arguments of Lightning's Trainer, which become config keys: `{"max_epochs": 3}`.
         weight: the units of the loss of `training_step`; see `Weight`.
-        ignore: names of hooks that the module overrides, and that are to be left out.
+        ignore: names of hooks that the module overrides and Lockstep should not call.
 
     Raises:
-        UsageError: something cannot be kept: a hook, a manual optimization, a sampler, an argument. Names its line.
+        UsageError: something is not supported: a hook, manual optimization, a sampler or an argument. Names its line.
     """
     from lockstep_recipes.adapters.lightning_task import LightningTask
 
@@ -63,24 +63,24 @@ def transformers(
     weight: Weight = None,
     **further: Any,
 ) -> Task:
-    """The task of a model of transformers with a loss, with the arguments of transformers' Trainer, unchanged.
+    """Make a task from an unchanged transformers model with a loss, and the arguments of transformers' Trainer.
 
     Args:
-        model: the model. Each training begins with a copy of it.
-        args: TrainingArguments, a mapping of some of them, or the path of a YAML file with them. They become keys of
-            the config. The defaults are those of transformers 5.
+        model: the model. Each training run starts with a copy of it.
+        args: TrainingArguments, a mapping of some of them, or the path of a YAML file with them. They become config
+            keys. The defaults are those of transformers 5.
         train_dataset, eval_dataset: map-style data sets.
         data_collator: from a list of samples to a dict of tensors. None: as in Trainer.
         processing_class: the tokenizer, for the default collator.
         compute_metrics: gets an EvalPrediction of all evaluation samples, each once.
-        preprocess_logits_for_metrics: gets the outputs and labels of a batch, and returns what is kept of the outputs.
-        model_init: makes the model, in place of `model`.
+        preprocess_logits_for_metrics: gets the outputs and labels of a batch, and returns the outputs to keep.
+        model_init: makes the model, instead of `model`.
         weight: the units of the model's loss; see `Weight`.
-        further: other arguments of transformers' Trainer, such as `callbacks`. An error names all that are set, and
-            what to give instead.
+        further: other arguments of transformers' Trainer, such as `callbacks`. An error names those that are set and
+            what to use instead.
 
     Raises:
-        UsageError: an argument cannot be kept, or the units of the loss are not known.
+        UsageError: an argument is not supported, or the unit of the loss cannot be determined.
     """
     from lockstep_recipes.adapters.transformers_task import TransformersTask
 

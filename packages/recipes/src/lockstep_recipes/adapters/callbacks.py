@@ -1,4 +1,4 @@
-"""Callbacks of Lightning as keys of the config. Each argument is kept, named in the log, or refused."""
+"""Convert Lightning callbacks to config keys. Each argument is converted, named in the log, or refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT: dict[str, frozenset[str]] = {
     "Timer": frozenset({"duration"}),
     "GradientAccumulationScheduler": frozenset({"scheduling"}),
 }
-"""By callback, the arguments that become keys of the config."""
+"""By callback, the arguments that become config keys."""
 NAMED: dict[str, frozenset[str]] = {
     "EarlyStopping": frozenset(
         {"verbose", "strict", "check_finite", "check_on_train_epoch_end", "log_rank_zero_only"},
@@ -29,18 +29,19 @@ NAMED: dict[str, frozenset[str]] = {
     ),
     "Timer": frozenset({"interval", "verbose"}),
 }
-"""By callback, the arguments that change no step. A line of the log names those that are set."""
+"""By callback, the arguments that do not change any step. The log names those that are set."""
 REFUSED: dict[str, dict[str, str]] = {
     "EarlyStopping": {"divergence_threshold": "write a lockstep.Part with `after_evaluation` and request_stop(reason)"}
 }
 """By callback, the arguments that must not be set, with what to do instead."""
 _SHOWING = ("LearningRateMonitor", "ModelSummary", "DeviceStatsMonitor", "ProgressBar")
 """Callbacks that only show something, with their subclasses."""
-_NOT_FINITE = "EarlyStopping(check_finite=True): a result that is not finite counts as no improvement"
+_NOT_FINITE = "EarlyStopping(check_finite=True): a result that is not finite does not count as an improvement"
 
 
 def translate(given: Any, keys: Keys, faults: list[str], ignored: list[str]) -> None:
-    """Turn callbacks into `keys`; add to `faults` what cannot be kept, and to `ignored` what changes no step."""
+    """Turn callbacks into `keys`. Add to `faults` what is not supported, and to `ignored` what does not change any
+    step."""
     for one in given if isinstance(given, list | tuple) else [given] if given else []:
         names = _names(type(one))
         kind = next((name for name in names if name in KEPT), "")
@@ -62,12 +63,12 @@ def translate(given: Any, keys: Keys, faults: list[str], ignored: list[str]) -> 
             continue
         for key, value in _KEYS[kind](one).items():
             if keys.get(key, value) != value:
-                faults.append(f"two callbacks say {key}: {keys[key]!r} and {value!r}; there is one")
+                faults.append(f"two callbacks set {key}, to {keys[key]!r} and {value!r}; keep one of them")
             keys[key] = value
 
 
 def _names(kind: type) -> list[str]:
-    """The names of the classes of Lightning that a class is or derives from."""
+    """The names of the Lightning classes that a class is or derives from."""
     return [one.__name__ for one in kind.__mro__ if one.__module__.split(".")[0] in ("pytorch_lightning", "lightning")]
 
 
@@ -81,14 +82,15 @@ def _changed(one: Any) -> dict[str, Any]:
 
 
 def argument(one: Any, name: str) -> Any:
-    """An argument of a callback of Lightning, which keeps it under its name, or with an underscore before it."""
+    """An argument of a Lightning callback, which stores it under its name, or under its name with a leading
+    underscore."""
     return getattr(one, name) if hasattr(one, name) else getattr(one, f"_{name}")
 
 
 def _stops(one: Any) -> Keys:
     rule: dict[str, Any] = {"metric": f"eval/{one.monitor}", "mode": one.mode, "patience": max(1, one.patience)}
     rule["min_delta"] = abs(float(one.min_delta))
-    if one.stopping_threshold is not None:  # there, a result that equals it is not good enough
+    if one.stopping_threshold is not None:  # in Lightning, a result equal to it does not stop the run
         better = math.inf if one.mode == "max" else -math.inf
         rule["target"] = math.nextafter(float(one.stopping_threshold), better)
     return {"train.stop_when": rule}

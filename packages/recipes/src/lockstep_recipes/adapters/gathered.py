@@ -1,4 +1,4 @@
-"""`compute_metrics` of transformers over all evaluation samples: each once, on one rank."""
+"""Run `compute_metrics` of transformers on one rank, over all evaluation samples, each once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.core.task import Metrics
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_PADDING = -100  # what Trainer fills rows of several lengths with
+_PADDING = -100  # what Trainer pads rows of different lengths with
 
 
 def gathered(compute_metrics: Callable[[Any], Mapping[str, float]], labels: Sequence[str]) -> Metrics:
-    """A metric that keeps predictions and labels, and calls `compute_metrics` with all of them, in their order.
+    """A metric that keeps predictions and labels, and calls `compute_metrics` with all of them in order.
 
     Args:
         labels: the keys of a batch that are labels.
@@ -64,8 +64,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], batches: int) -> Any:
-    """Tensors of batches, equally many of each batch, as an array or a tuple of arrays. Rows of several lengths are
-    filled up with -100."""
+    """The tensors of all batches, the same number from each batch, as an array or a tuple of arrays. Rows of different
+    lengths are padded with -100."""
     width = len(parts) // max(1, batches)
     columns = [_column(parts[place::width]) for place in range(width)]
     return columns[0] if width == 1 else tuple(columns)

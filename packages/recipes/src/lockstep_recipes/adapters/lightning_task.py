@@ -27,11 +27,12 @@ from lockstep_recipes.adapters.serving import Parts, ServedTrainer, arguments_af
 from lockstep_recipes.adapters.units import Given
 
 _CPU = torch.device("cpu")
-_TRIED = 100_000  # steps of a scheduler that are tried before the training: seconds
+_TRIED = 100_000  # steps of a scheduler that are tried before training; this takes seconds
 
 
 class LoggedValues(Presenter):
-    """Shows evaluation samples: what validation_step logs of their batch. Other samples: what predict_step returns."""
+    """Presents evaluation samples by what validation_step logs for their batch, and other samples by what predict_step
+    returns."""
 
     def describe(self, output: Any) -> dict[str, Any]:
         if isinstance(output, dict) and output.keys() == {"values", "weights", "calls"}:
@@ -56,14 +57,14 @@ class LightningTask(Foreign):
     ) -> None:
         """
         Args:
-            make: makes a new module of the same class and arguments. None: a training begins with a copy of `module`.
+            make: makes a new module of the same class and arguments. None: each run starts with a copy of `module`.
         """
         super().__init__()
         base = hooks.base_of(type(module), "LightningModule")
         if base is None:
             name = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
             what = f"the module is {name}"
-            raise UsageError(what, where="adapters.lightning", remedy="give an object of a LightningModule")
+            raise UsageError(what, where="adapters.lightning", remedy="give an instance of a LightningModule")
         self.foreign, self.datamodule, self.given_weight = module, datamodule, weight
         self.trainer, self.make = dict(trainer or {}), make
         of_data = hooks.base_of(type(datamodule), "LightningDataModule")
@@ -76,20 +77,20 @@ class LightningTask(Foreign):
         self._know_no_module()
 
     def _check_before_data(self, checked: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> None:
-        """Find what cannot be kept, as far as that needs no data. One error names all of it."""
+        """Find what is not supported, as far as that is possible without data. One error names all of it."""
         looks: list[Callable[[], object]] = [
             lambda: hooks.check_automatic(self.foreign),
             lambda: self.notes.extend(hooks.check(checked, ignore)),
             lambda: trainer_arguments.keys_of(self.trainer, 1, validates=True),
         ]
         errors = together(looks)
-        if errors:  # the training does not begin, and what would be found later can be named now
-            with contextlib.suppress(Exception):  # the code may need its data, or the real length of the training
+        if errors:  # training will not start, so name what would be found later, too
+            with contextlib.suppress(Exception):  # the code may need its data, or the real length of the run
                 errors += together([self._try_scheduler])
         raise_all(errors)
 
     def _try_scheduler(self) -> None:
-        """Make the optimizer and step its scheduler once, for a training of any length."""
+        """Make the optimizer and step its scheduler once, for a run of any length."""
         module, where = copy.deepcopy(self.foreign), line_of(self.foreign.configure_optimizers)
         plan = {"batches": 100, "steps": 1000, "max_epochs": 10}
         with served(Parts(module), ServedTrainer(self.clock, plan, "train")):
@@ -98,7 +99,7 @@ class LightningTask(Foreign):
                 optimizers.Rates(optimizer, config, where, module).after(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found anew
+        left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found again
         left_out |= {"_rates"} if vars(self).get("_rates") else set()
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
@@ -113,7 +114,7 @@ class LightningTask(Foreign):
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[nn.Module, torch.optim.Optimizer] = weakref.WeakKeyDictionary()
 
-    # ---- before a training
+    # ---- before training
 
     def prepare_data(self) -> None:
         self.is_prepared = True
@@ -163,7 +164,7 @@ class LightningTask(Foreign):
         self._made.add(module)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in self._trained)
-        self._found  # noqa: B018 - found before workers and a meta device are there
+        self._found  # noqa: B018 - found before workers start and the meta device is used
         return module  # type: ignore[no-any-return]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
@@ -177,7 +178,7 @@ class LightningTask(Foreign):
         return 1.0 if self._rates is None else self._rates.at(update, self.clock.steps_per_epoch)
 
     def _find_rates(self) -> None:
-        """Look at the scheduler once, with the module that no training changes."""
+        """Inspect the scheduler once, with the module that training does not change."""
         if "_rates" in vars(self):
             return
         module = self._pristine()
@@ -203,16 +204,19 @@ class LightningTask(Foreign):
 
     @functools.cached_property
     def _trained(self) -> set[str]:
-        """The names of parameters that train: the optimizer has them, and configure_optimizers has not frozen them."""
+        """The names of trainable parameters: those in the optimizer that configure_optimizers did not freeze."""
         module = self._pristine()
         before = [name for name, one in module.named_parameters() if one.requires_grad]
         trained = optimizers.trained(module, self._configured_optimizer(module)[0])
         if names := [name for name in before if name not in trained]:
-            self.notes.append(f"not in the optimizer, or frozen: these do not train: {optimizers.names_of(names)}")
+            self.notes.append(
+                "these parameters do not train, because they are frozen or not in the optimizer: "
+                f"{optimizers.names_of(names)}"
+            )
         return trained
 
     def _pristine(self) -> Any:
-        """A module on the CPU that nothing trains."""
+        """A module on the CPU that is never trained."""
         self._set_up()
         module = copy.deepcopy(self.foreign)
         with torch.device("cpu"), restored_generators(_CPU), served(Parts(module), self._served()):
@@ -234,7 +238,7 @@ class LightningTask(Foreign):
         self._set_up_module(self.foreign)
 
     def _serving_data(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the DataModule and the module see a trainer that is the same on all ranks."""
+        """Within this context, the DataModule and the module see a trainer that is the same on all ranks."""
         trainer = self._served().of_data(*trainer_arguments.devices_of(self.trainer))
         return served(Parts(self.foreign), trainer, data=self.datamodule)
 
@@ -244,7 +248,7 @@ class LightningTask(Foreign):
 
     @functools.cached_property
     def _loaded(self) -> dict[str, loaders.Loaded | None]:
-        """The training data and the evaluation data. Samplers and shuffles draw nothing here."""
+        """The training data and the evaluation data. Samplers and shuffling draw no random numbers here."""
         self._set_up()
         return {"train": self._read("train_dataloader"), "validate": self._read("val_dataloader")}
 
@@ -255,7 +259,7 @@ class LightningTask(Foreign):
         if method is None or (base is not None and not hooks.is_own(owner, base, name)):
             if training:
                 what = f"{type(owner).__name__} has no {name}"
-                raise refused(what, "adapters.lightning", "write it, or give a datamodule that has it")
+                raise refused(what, "adapters.lightning", "write this method, or give a datamodule that has it")
             return None
         where = line_of(method)
         with self._serving_data():
@@ -365,7 +369,7 @@ class LightningTask(Foreign):
 
     @functools.cached_property
     def _found(self) -> dict[str, Tried]:
-        """What a few samples show of the step for each purpose, `train` and `validate`."""
+        """What a few samples reveal about the step for each purpose, `train` and `validate`."""
         own = units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
         module, found = self._pristine(), {"train": Tried(), "validate": Tried()}
         with torch.no_grad(), torch.device("cpu"), restored_generators(_CPU):

@@ -1,4 +1,4 @@
-"""What a LightningModule's steps log, and what their means are means over: found by trying a few samples."""
+"""Find out, from a few samples, what a LightningModule's steps log and what their means are averaged over."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tried:
-    """What samples have shown of one step."""
+    """What samples revealed about one step."""
 
     units: dict[str, Any] = field(default_factory=dict)
-    """By name of a value (empty: the loss), the units that it is a mean over. None: the user says its weight."""
+    """By name of a value (empty: the loss), the unit that it is averaged over. None: the user gives its weight."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """The metrics that it logs, by name."""
     with_ignored: set[Path] = field(default_factory=set)
-    """Where its batches have the label -100."""
+    """The places in its batches that contain the label -100."""
     notes: list[str] = field(default_factory=list)
     """Lines for the log."""
 
@@ -43,17 +43,17 @@ def tried(
     training: bool,
     where: str,
 ) -> Tried:
-    """Pass samples through a step, whole and cut in two, in evaluation mode on the CPU.
+    """Run samples through a step, as one batch and split in two, in evaluation mode on the CPU.
 
     Args:
-        module: its matrices are scaled, and are as before afterwards.
+        module: its matrices are scaled, and restored afterwards.
         run: the step, for a module and a batch.
-        own: the unit of the loss that the user gave. None: it is to be found.
+        own: the unit of the loss that the user gave. None: find it.
         training: whether it is `training_step`, whose loss must have a unit.
         where: the line of the step, for errors.
 
     Raises:
-        UsageError: the unit of the loss is not known.
+        UsageError: the unit of the loss cannot be determined.
     """
     found, fixed, rounding = Tried(), dict[str, Any](), units.Rounding()
 
@@ -83,19 +83,22 @@ def tried(
             f"the loss of training_step is a mean over {found.units['']}, as {len(samples)} samples show"
         )
     elif "" in found.units and found.units[""] is None:
-        found.notes.append(f"{where}: the loss is no mean over samples or labels: eval/loss depends on batch.micro")
+        found.notes.append(
+            f"{where}: the loss is not a mean over samples or labels, so eval/loss depends on batch.micro"
+        )
     for name in [name for name, unit in found.units.items() if unit is None]:
         found.units[name] = units.SAMPLES
         if name:
             found.notes.append(
-                f"{where}: {name!r} is no mean over samples or labels: its mean over micro-batches "
-                "is logged, which depends on batch.micro; log a metric of torchmetrics for an exact one"
+                f"{where}: {name!r} is not a mean over samples or labels: Lockstep logs its mean over micro-batches, "
+                "which depends on batch.micro; for an exact value log a torchmetrics metric"
             )
     for name, metric in found.metrics.items():
         if training and not metric_sync.has_fixed_size(metric):
             found.notes.append(
-                f"{where}: the log has no {name!r} of the training, because a {type(metric).__name__} keeps all "
-                "samples: log it in validation_step, or give it a state of fixed size, such as by thresholds=100"
+                f"{where}: {name!r} is not logged during training, because a {type(metric).__name__} keeps all "
+                "samples: log it in validation_step, or give it a state of fixed size, for example with "
+                "thresholds=100"
             )
     found.units |= fixed
     return found

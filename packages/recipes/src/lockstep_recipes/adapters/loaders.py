@@ -1,4 +1,4 @@
-"""From a DataLoader to the data, the keys of the config and the order that it says."""
+"""Read the data, the config keys and the sample order from a DataLoader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.core.foreign_task import Keys, refused
 KEPT = frozenset(
     ["dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last", "num_workers"]
 )
-"""Arguments of a DataLoader that become the data, their order or keys of the config, or are refused."""
+"""Arguments of a DataLoader that become the data, their order or config keys, or are refused."""
 NAMED: dict[str, Any] = {
     "worker_init_fn": None,
     "generator": None,
@@ -26,12 +26,12 @@ NAMED: dict[str, Any] = {
     "pin_memory_device": "",
     "in_order": True,
 }
-"""Arguments of a DataLoader that are ignored, with their defaults. A line of the log names those that are set."""
+"""Ignored arguments of a DataLoader, with their defaults. The log names those that are set."""
 
 
 @dataclass
 class Loaded:
-    """What a DataLoader says."""
+    """What Lockstep takes from a DataLoader."""
 
     data: Any
     collate: Any
@@ -51,7 +51,7 @@ class InOrder:
 
 
 class Marked(Dataset[Any]):
-    """A data set with attributes of its own: an `order`, `sample_weights`, or a mark on each of its samples."""
+    """A data set with additional attributes: an `order`, `sample_weights`, or a mark on each of its samples."""
 
     def __init__(self, data: Any, *, validates: bool = False, **attributes: Any) -> None:
         self.data, self.validates, self.at_once = data, validates, reads_at_once(data)
@@ -69,7 +69,8 @@ class Marked(Dataset[Any]):
 
 
 def reads_at_once(data: Any) -> bool:
-    """True if a data set gives samples by `__getitems__` alone, several at once, which torch's DataLoader calls."""
+    """True if a data set returns samples only through `__getitems__`, the batched access that torch's DataLoader
+    calls."""
     by_index = getattr(type(data), "__getitem__", None)
     return by_index in (None, Dataset.__getitem__) and hasattr(data, "__getitems__")
 
@@ -82,7 +83,7 @@ class Validated:
 
 
 def single(found: Any, where: str) -> DataLoader[Any]:
-    """The one DataLoader that a method returned.
+    """The single DataLoader that a method returned.
 
     Raises:
         UsageError: it returned something else.
@@ -91,20 +92,20 @@ def single(found: Any, where: str) -> DataLoader[Any]:
         found = found[0]
     if not isinstance(found, DataLoader):
         kind = f"{len(found)} loaders" if isinstance(found, list | tuple | dict) else f"a {type(found).__name__}"
-        remedy = "return one torch.utils.data.DataLoader; several data sets are one with ConcatDataset"
+        remedy = "return one torch.utils.data.DataLoader; join several data sets with ConcatDataset"
         raise refused(f"it returns {kind}", where, remedy)
     if isinstance(found.dataset, torch.utils.data.IterableDataset):
         what = f"the loader reads a {type(found.dataset).__name__}, which is an IterableDataset"
-        remedy = "write a Task that returns lockstep.Stream(data) (lockstep --explain streams), or shards"
+        remedy = "write a Task that returns lockstep.Stream(data) (lockstep --explain streams), or use shards"
         raise refused(what, where, remedy)
     return found
 
 
 def read(loader: DataLoader[Any], where: str) -> Loaded:
-    """What the loader of the training data says.
+    """Read the loader of the training data.
 
     Raises:
-        UsageError: it draws samples in a way that is not known, or makes batches itself. Names the line.
+        UsageError: it draws samples in an unknown way, or makes batches itself. Names the line.
     """
     whole = loader.dataset
     data = task_checks.data(Marked(whole) if reads_at_once(whole) else whole, where)
@@ -113,7 +114,7 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
     sampler: Any = loader.sampler
     if loader.batch_size is None or type(batches) is not BatchSampler:
         what = f"the loader makes batches by a {type(batches).__name__}" if batches else "the loader has no batch_size"
-        remedy = "give it batch_size; samples of similar length share a batch with data.group_by_length"
+        remedy = "give it batch_size; data.group_by_length puts samples of similar length into one batch"
         raise refused(what, where, remedy)
     length = len(data)  # type: ignore[arg-type]
     kind = type(sampler)
@@ -121,13 +122,13 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
         pass
     elif kind is SequentialSampler and len(sampler) == length:
         loaded.data = Marked(data, order=InOrder(length))
-        loaded.notes.append(f"{where}: shuffle=False: every epoch has the samples in the order of the data set")
+        loaded.notes.append(f"{where}: shuffle=False: every epoch reads the samples in the order of the data set")
     elif kind is WeightedRandomSampler and sampler.replacement:
         loaded.data = Marked(data, sample_weights=sampler.weights)
         loaded.keys["data.samples_per_epoch"] = sampler.num_samples
     else:
         what = f"the loader draws its samples by a {kind.__name__}"
-        remedy = "ranks and restarts ask for any position of an epoch: make it an `order`, lockstep --explain sampling"
+        remedy = "ranks and resumed runs need any position of an epoch: write an `order`, lockstep --explain sampling"
         raise refused(what, where, remedy)
     loaded.keys["batch.global"] = loader.batch_size
     if loader.drop_last:
@@ -139,26 +140,26 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
 
 
 def read_evaluated(loader: DataLoader[Any], where: str) -> Loaded:
-    """What the loader of the evaluation data says. Each sample is evaluated once, whatever the batches and the order.
+    """Read the loader of the evaluation data. Each sample is evaluated once, whatever the batches and the order.
 
     Raises:
-        UsageError: it leaves out samples, or draws them in a way that is not known. Names the line.
+        UsageError: it leaves out samples, or draws them in an unknown way. Names the line.
     """
     sampler: Any = loader.sampler
     whole = len(loader.dataset) if isinstance(sampler, RandomSampler | SequentialSampler) else None  # type: ignore[arg-type]
     by_batch = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     if whole is None or len(sampler) != whole or getattr(sampler, "replacement", False) or by_batch:
         kind = type(loader.batch_sampler if by_batch else sampler).__name__
-        remedy = "evaluate all samples of a data set: torch.utils.data.Subset(data, indices) is one"
+        remedy = "evaluate all samples of a data set; for some of them, pass torch.utils.data.Subset(data, indices)"
         raise refused(f"the loader draws its samples by a {kind}", where, remedy)
     if loader.drop_last and whole % (loader.batch_size or 1):
-        remedy = "leave it out: every sample is evaluated once"
+        remedy = "remove it: every sample is evaluated once"
         raise refused("drop_last=True would leave out samples of the evaluation", where, remedy)
     return Loaded(Marked(loader.dataset, validates=True), loader.collate_fn, notes=_ignored(loader, where))
 
 
 def _ignored(loader: DataLoader[Any], where: str) -> list[str]:
-    """A line for the log, if arguments are set that are ignored."""
+    """A line for the log, if ignored arguments are set."""
     values = {name: getattr(loader, name, default) for name, default in NAMED.items()}
     found = [name for name, value in values.items() if value is not None and value != NAMED[name]]
     return [f"{where}: ignored arguments of the DataLoader: {', '.join(found)}"] if found else []

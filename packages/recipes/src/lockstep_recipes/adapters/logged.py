@@ -1,4 +1,4 @@
-"""What a LightningModule logs: values and metrics, kept apart for each micro-batch, and brought together exactly."""
+"""What a LightningModule logs: values and metrics, kept separately for each micro-batch and combined exactly."""
 
 from __future__ import annotations
 
@@ -44,18 +44,22 @@ class Record:
         reduction, batch_size = options.pop("reduce_fx", "mean"), options.pop("batch_size", None)
         unknown = [key for key in options if key not in _HARMLESS]
         if unknown or len(further) > 3:
-            raise refused(f"self.log({name!r}) has {unknown or 'more arguments'}", users_line(), "leave it out")
+            raise refused(f"self.log({name!r}) has {unknown or 'more arguments'}", users_line(), "remove it")
         if reduction not in ("mean", torch.mean):
-            what = f"self.log({name!r}, reduce_fx={reduction!r}) is no mean over samples"
-            raise refused(what, users_line(), "log a metric of torchmetrics, such as torchmetrics.SumMetric")
+            what = f"self.log({name!r}, reduce_fx={reduction!r}) is not a mean over samples"
+            raise refused(what, users_line(), "log a torchmetrics metric, such as torchmetrics.SumMetric")
         name = f"logged_{name}" if name in _TAKEN else name
         if hasattr(value, "update") and hasattr(value, "compute"):
             if hasattr(value, "items"):  # a MetricCollection
                 self.log_dict(value)
                 return
             if id(value) not in self._watched:
-                what = f"self.log({name!r}) got a {type(value).__name__}, which is no torchmetrics.Metric in the module"
-                remedy = "make it a torchmetrics.Metric, and an attribute of the module or part of an nn.ModuleDict"
+                what = (
+                    f"self.log({name!r}) got a {type(value).__name__}, which is not a torchmetrics.Metric of the module"
+                )
+                remedy = (
+                    "make it a torchmetrics.Metric, and keep it as an attribute of the module or in an nn.ModuleDict"
+                )
                 raise refused(what, users_line(), remedy)
             self.metrics[name] = value
         elif isinstance(value, Tensor) and value.numel() == 1:
@@ -64,7 +68,7 @@ class Record:
             self.values[name] = (float(value), batch_size)
         else:
             what = f"self.log({name!r}) got a {type(value).__name__}"
-            raise refused(what, users_line(), "log numbers, tensors with one number, or metrics of torchmetrics")
+            raise refused(what, users_line(), "log numbers, tensors with one number, or torchmetrics metrics")
 
     def log_dict(self, dictionary: Any, *further: Any, **options: Any) -> None:
         """`LightningModule.log_dict`."""
@@ -73,7 +77,7 @@ class Record:
 
     @contextlib.contextmanager
     def watching(self, metrics: Sequence[Metric]) -> Generator[None, None, None]:
-        """Inside, the updates of `metrics` are recorded. Afterwards they have no state."""
+        """Within this context, the updates of `metrics` are recorded. Afterwards the metrics are reset."""
         depth = 0
 
         def recorded(metric: Metric, method: Any) -> Any:
@@ -104,11 +108,11 @@ class Record:
                     metric.reset()
 
     def output(self, samples: int, counts: Mapping[str, Any], purpose: str, device: torch.device) -> dict[str, Any]:
-        """What travels to the metrics, with the samples along the first dimension: values, their weights, and the
-        arguments of metrics.
+        """What is sent to the metrics, with samples along the first dimension: values, their weights, and the arguments
+        of metrics.
 
         Args:
-            counts: the units by name, where they are not the samples.
+            counts: the number of units by name, for values that are not averaged over samples.
         """
 
         def each(value: Any) -> Tensor:
@@ -124,11 +128,9 @@ class Record:
 
 
 def metrics_of(names: Sequence[str], objects: Mapping[tuple[str, str], Metric], where: str) -> Metrics | None:
-    """The metrics that take such outputs: means of the values `names`, and copies of the metrics that are logged.
-
-    Each step has copies of its own: training and evaluation may log other metrics under the same name.
-
-    What an output lacks has no result: the training and the evaluation log other names.
+    """The metrics that take such outputs: means of the values `names`, and copies of the logged metrics. Each step has
+    its own copies: training and evaluation may log different metrics under the same name. A name that an output lacks
+    has no result: training and evaluation may log different names.
 
     Args:
         where: the line of the step, for errors.
@@ -150,7 +152,7 @@ def metrics_of(names: Sequence[str], objects: Mapping[tuple[str, str], Metric], 
         def update(self, output: dict[str, Any] | None) -> None:
             for name, value in (output or {"values": {}})["values"].items():
                 if name not in names:
-                    remedy = "log the same names for every batch, or log outside of the step, in a Part"
+                    remedy = "log the same names for every batch, or log outside the step, in a Part"
                     raise refused(f"self.log({name!r}) is not called for every batch", where, remedy)
                 weight: Tensor = output["weights"][name]  # type: ignore[index]
                 place = names.index(name)
@@ -163,7 +165,7 @@ def metrics_of(names: Sequence[str], objects: Mapping[tuple[str, str], Metric], 
             return {name: total / weight for name, total, weight in pairs if weight}
 
     class Logged(Metric):
-        """A metric of the module, fed with the arguments that the module gave it."""
+        """A metric of the module, updated with the arguments that the module passed."""
 
         full_state_update = False
 

@@ -1,4 +1,4 @@
-"""What `lockstep train FILE.py:NAME` names, besides a Task: a LightningModule, or a function that returns a task."""
+"""What `lockstep train FILE.py:NAME` accepts besides a Task: a LightningModule, or a function that returns a task."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _OPTIONS = ("datamodule", "trainer", "weight", "ignore")
 
 
 def adapt(found: Any, module: ModuleType, where: str) -> Callable[..., Task] | None:
-    """A function from the keys of the section `task` to a task. None: `found` is nothing that is known here.
+    """A function from the keys of the section `task` to a task. None: `found` is not something that this package
+    handles.
 
     This is the entry point of the group `lockstep.adapters`.
 
     Args:
         found: what `lockstep train FILE.py:NAME` names, in `module`; or what a function of this name returned.
-        where: what errors call the file.
+        where: the name of the file in errors.
     """
     if inspect.isclass(found) and hooks.base_of(found, "LightningModule"):
         return functools.partial(_of_lightning, found, module, where)
@@ -34,7 +35,7 @@ def adapt(found: Any, module: ModuleType, where: str) -> Callable[..., Task] | N
 
 
 def _of_lightning(kind: type, module: ModuleType, where: str, **arguments: Any) -> Task:
-    """A LightningModule with the DataModule of its file. Each key goes to the constructors that take it."""
+    """A LightningModule with the DataModule of its file. Each key is passed to the constructors that take it."""
     from lockstep_recipes.adapters.lightning_task import LightningTask
 
     options = {name: arguments.pop(name) for name in _OPTIONS if name in arguments}

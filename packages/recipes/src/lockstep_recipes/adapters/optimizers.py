@@ -1,4 +1,4 @@
-"""From what `configure_optimizers` returns to one optimizer and a factor on its rates, as a function of the updates."""
+"""Turn the result of `configure_optimizers` into one optimizer and a learning rate factor per update."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
     schedulers = [one for one in (schedulers if isinstance(schedulers, tuple | list) else [schedulers]) if one]
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         what = f"it returns {len(optimizers)} optimizers" if len(optimizers) > 1 else f"it returns {optimizers[0]!r}"
-        raise refused(what, where, "return one optimizer; several in turn are players: lockstep --explain players")
+        raise refused(what, where, "return one optimizer; for alternating optimizers see lockstep --explain players")
     if len(schedulers) > 1:
         remedy = "chain them: torch.optim.lr_scheduler.SequentialLR"
         raise refused(f"it returns {len(schedulers)} schedulers", where, remedy)
@@ -54,27 +54,25 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
         found = one["scheduler"]
         keys = f"{{metric: eval/{one.get('monitor', monitor)}, mode: {found.mode}, patience: {found.patience}, factor: "
         keys += f"{found.factors[0] if hasattr(found, 'factors') else found.factor}, min_delta: {found.threshold}}}"
-        remedy = f"return the optimizer alone, and give schedule.name=plateau schedule.plateau='{keys}'; min_delta is "
+        remedy = f"return only the optimizer, and set schedule.name=plateau schedule.plateau='{keys}'; min_delta is "
         remedy += "absolute there"
-        raise refused("ReduceLROnPlateau follows results, and is no function of the updates", where, remedy)
+        raise refused("ReduceLROnPlateau follows results, so it is not a function of the update", where, remedy)
     return optimizers[0], {"interval": "epoch", "frequency": 1, **one}
 
 
 class Rates:
-    """The factor on all learning rates after each number of updates, read off a scheduler of torch.
-
-    The scheduler is copied, and steps beside the training, for groups without parameters: so nothing of it is saved.
-    """
+    """The factor on all learning rates after each number of updates, read from a torch scheduler. A copy of the
+    scheduler steps ahead of training on groups without parameters, so none of its state is saved."""
 
     serve: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """Inside of what it returns, functions of the scheduler may ask the module for its trainer."""
+    """Within the context it returns, functions of the scheduler may ask the module for its trainer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Keys, where: str, module: Any = None) -> None:
         """
         Args:
             optimizer: as `configure_optimizers` returned it, with its scheduler made and not stepped.
             config: of `parse`.
-            module: the one that functions of the scheduler may ask.
+            module: the module that functions of the scheduler may query.
         """
         self.where, self.interval, self.frequency = where, str(config["interval"]), int(config["frequency"])
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -87,10 +85,10 @@ class Rates:
         self.factors = [self._factor()]
 
     def check_frequency(self, accumulated: int) -> None:
-        """Raises UsageError where Lightning would count batches that are no updates."""
+        """Raises UsageError if Lightning would count batches rather than updates."""
         if self.interval == "step" and self.frequency > 1 and accumulated > 1:
             what = f"the scheduler has frequency={self.frequency} by step, with accumulate_grad_batches={accumulated}"
-            raise refused(what, self.where, "leave out frequency, and let the scheduler count the updates")
+            raise refused(what, self.where, "remove frequency, and let the scheduler count updates")
 
     def after(self, steps: int) -> float:
         """The factor after so many steps of the scheduler."""
@@ -100,7 +98,7 @@ class Rates:
                 try:
                     self.scheduler.step()
                 except (ValueError, ArithmeticError, LookupError) as error:
-                    remedy = "let it last for the training: self.trainer.estimated_stepping_batches"
+                    remedy = "make it as long as the run: self.trainer.estimated_stepping_batches"
                     raise refused(f"step {len(self.factors)} of the scheduler: {error}", self.where, remedy) from error
             self.factors.append(self._factor())
         return self.factors[steps]
@@ -110,7 +108,7 @@ class Rates:
         epochs, within = divmod(update, max(1, steps_per_epoch))
         if self.interval != "step":
             return self.after(epochs // self.frequency)
-        # Lightning counts the batches of each epoch anew.
+        # Lightning counts batches from 0 in each epoch.
         return self.after(epochs * (steps_per_epoch // self.frequency) + within // self.frequency)
 
     def _factor(self) -> float:
@@ -122,7 +120,7 @@ class Rates:
         ]
         if max(factors) - min(factors) > 1e-9 * max(map(abs, factors)):
             remedy = "use one function for all groups"
-            raise refused("the scheduler has another factor for each group", self.where, remedy)
+            raise refused("the scheduler has a different factor for each group", self.where, remedy)
         return factors[0]
 
     def _others(self) -> list[dict[str, Any]]:
@@ -134,7 +132,7 @@ class Rates:
 
 
 class _Step:
-    """Stands for the method `step` of an optimizer, which schedulers of torch look at."""
+    """Replaces the method `step` of an optimizer, which torch schedulers inspect."""
 
     _wrapped_by_lr_sched = True
 
@@ -143,8 +141,8 @@ class _Step:
 
 
 def with_all(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer with the first rates of its scheduler, and with the parameters that it leaves out, frozen, as a
-    group of their own."""
+    """The optimizer with the first rates of its scheduler. The parameters that it leaves out are a separate, frozen
+    group."""
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -156,11 +154,11 @@ def with_all(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim
 
 
 def holder(made: Iterable[nn.Module], groups: Sequence[Mapping[str, Any]], new: Callable[[], nn.Module]) -> nn.Module:
-    """The module whose parameters are in `groups`: one of `made`. Or a new one that gets them, in their order: `verify`
-    lets an optimizer update copies.
+    """The module whose parameters are in `groups`: one of `made`, or a new one that gets them in order, because
+    `verify` lets an optimizer update copies.
 
     Raises:
-        UsageError: they are parameters of another model.
+        UsageError: they are parameters of a different model.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     ids = {id(parameter) for parameter in parameters}
@@ -170,7 +168,7 @@ def holder(made: Iterable[nn.Module], groups: Sequence[Mapping[str, Any]], new: 
     module = new()
     named = list(module.named_parameters())
     if [one.shape for _, one in named] != [one.shape for one in parameters]:
-        raise refused("the parameters are of another model", "Task.optimizer", "leave out optim.groups")
+        raise refused("the parameters belong to a different model", "Task.optimizer", "leave out optim.groups")
     for (name, _), parameter in zip(named, parameters, strict=True):
         parent, _, key = name.rpartition(".")
         module.get_submodule(parent)._parameters[key] = parameter  # it may be a tensor
@@ -184,5 +182,5 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 def names_of(value: Sequence[str], most: int = 3) -> str:
-    """Some names, for people."""
+    """The first few names, for messages."""
     return ", ".join(value[:most]) + (f" and {len(value) - most} more" if len(value) > most else "")

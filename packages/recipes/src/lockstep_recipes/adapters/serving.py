@@ -1,4 +1,4 @@
-"""What a LightningModule finds at `self.trainer`, `self.log` and the like while one of its steps runs."""
+"""What a LightningModule finds in `self.trainer`, `self.log` and similar attributes while one of its steps runs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from lockstep.core import this_process
 from lockstep.core.foreign_task import Clock, refused, users_line
 from lockstep_recipes.adapters.logged import Record, metrics_in
 
-_OWN_RANK = "all ranks have the same data, and Lockstep gives each its samples; trainer.is_global_zero says who prints"
+_OWN_RANK = (
+    "all ranks have the same data, and Lockstep gives each rank its samples; to print once, use trainer.is_global_zero"
+)
 _REMEDIES = {
     "world_size": "the result would depend on the number of ranks: use the global batch, batch.global",
     **dict.fromkeys(("global_rank", "local_rank", "node_rank"), _OWN_RANK),
-    "strategy": "no code of the task communicates: what needs all samples of the global batch is Task.embed, "
+    "strategy": "the task must not communicate: for what needs all samples of the global batch write Task.embed, "
     "lockstep --explain global_loss",
-    "logger": "log numbers with self.log; a lockstep.Writer takes the entries of the log, and a Presenter draws",
-    "optimizers": "only training_step and validation_step of a training have one",
+    "logger": "log numbers with self.log; a lockstep.Writer receives the log entries, and a Presenter draws figures",
+    "optimizers": "only training_step and validation_step of a training run have one",
     "lr_scheduler_configs": "the learning rate is self.optimizers().param_groups[0]['lr']",
     "callback_metrics": "read results in a Part: training.results, lockstep --explain parts",
 }
 
 
 class NoNumber:
-    """Stands for the number of a batch within its epoch, which depends on how the global batch was cut."""
+    """Placeholder for the number of a batch within its epoch, which depends on how the global batch is split."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise refused(
-            "batch_idx is used, and a step consumes a global batch that is cut into micro-batches",
+            "batch_idx is used, but a step consumes a global batch that is split into micro-batches",
             users_line(),
-            "use self.global_step, which counts the updates so far",
+            "use self.global_step, the number of updates so far",
         )
 
     for _name in """
@@ -49,8 +51,8 @@ class NoNumber:
 
 
 def arguments_after_batch(step: Callable[..., Any]) -> list[Any]:
-    """What a step takes after the batch, by position as in Lightning: the number of the batch, and of the loader where
-    it must be given."""
+    """The positional arguments of a step after the batch, as in Lightning: the number of the batch and, if the step
+    requires it, that of the loader."""
     parameters = inspect.signature(step).parameters.values()
     placed = [one for one in parameters if one.kind <= one.VAR_POSITIONAL]
     takes = len(placed) > 1 or any(one.kind is one.VAR_POSITIONAL for one in placed)
@@ -59,14 +61,15 @@ def arguments_after_batch(step: Callable[..., Any]) -> list[Any]:
 
 
 class ServedTrainer:
-    """The attributes of Lightning's Trainer that do not depend on ranks. The others are errors with the user's line."""
+    """The attributes of Lightning's Trainer that do not depend on ranks. All others are errors that name the user's
+    line."""
 
     def __init__(self, clock: Clock, plan: dict[str, Any], stage: str = "", optimizer: Any = None) -> None:
         """
         Args:
             plan: `max_epochs`, `max_steps`, `batches`, `steps`, `datamodule`.
             stage: `train`, `validate`, `predict`, or nothing.
-            optimizer: of the training.
+            optimizer: the optimizer of the run.
         """
         if optimizer is not None:
             self.optimizers = [ReadOptimizer(optimizer)]
@@ -84,8 +87,8 @@ class ServedTrainer:
         self.is_global_zero = self.global_rank == 0
 
     def of_data(self, devices: int, nodes: int) -> ServedTrainer:
-        """The trainer that code of the data sees: with the devices of the Trainer's arguments, by which `batch.global`
-        is multiplied, and without a rank."""
+        """The trainer that data code sees. It has the devices of the Trainer's arguments, which multiply
+        `batch.global`, and does not have a rank."""
         del self.global_rank, self.local_rank
         self.num_devices, self.num_nodes, self.world_size = devices, nodes, devices * nodes
         return self
@@ -98,7 +101,7 @@ class ServedTrainer:
 
 
 class ReadOptimizer:
-    """The optimizer of a training, to be read: `param_groups` with the learning rates of this update."""
+    """A read-only optimizer of the run: `param_groups` with the learning rates of this update."""
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups = [types.MappingProxyType(group) for group in optimizer.param_groups]
@@ -106,12 +109,12 @@ class ReadOptimizer:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        remedy = "return the loss, and the update is made; several optimizers are players: lockstep --explain players"
+        remedy = "return the loss, and Lockstep does the update; for several optimizers see lockstep --explain players"
         raise refused(f"self.optimizers().{name} is used: only param_groups can be read", users_line(), remedy)
 
 
 def _no_gather(*_: Any, **__: Any) -> NoReturn:
-    raise refused("self.all_gather communicates inside of a step", users_line(), _REMEDIES["strategy"])
+    raise refused("self.all_gather communicates inside a step", users_line(), _REMEDIES["strategy"])
 
 
 def _print(*values: Any, **options: Any) -> None:
@@ -120,7 +123,7 @@ def _print(*values: Any, **options: Any) -> None:
 
 
 class Parts:
-    """The LightningModules and the metrics inside a module: looked for once."""
+    """The LightningModules and the metrics inside a module, found once."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [part for part in module.modules() if "_automatic_optimization" in vars(part)]
@@ -130,8 +133,8 @@ class Parts:
 
 @contextlib.contextmanager
 def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None, data: Any = None) -> Iterator[None]:
-    """Inside, the modules log into `record`, and see `trainer`, as the DataModule `data` does. Afterwards they are as
-    before."""
+    """Within this context, the modules log into `record`, and they and the DataModule `data` see `trainer`. Everything
+    is restored afterwards."""
     record = Record() if record is None else record
     own = {"log": record.log, "log_dict": record.log_dict, "all_gather": _no_gather, "print": _print}
     own["optimizers"] = lambda use_pl_optimizer=True: trainer.optimizers[0]

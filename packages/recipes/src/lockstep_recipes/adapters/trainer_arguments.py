@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer as keys of the config."""
+"""Convert arguments of Lightning's Trainer to config keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "min_steps": (None,),
     "val_check_interval": (None, 1.0),
 }
-"""Arguments that may have these values only."""
+"""Arguments that may only have these values."""
 _PLAIN = {
     "gradient_clip_val": "optim.clip_norm",
     "log_every_n_steps": "log.every_steps",
@@ -45,18 +45,18 @@ KEPT = frozenset(
     {*_PLAIN, "accumulate_grad_batches", "callbacks", "check_val_every_n_epoch", "max_epochs", "max_steps"}
     | {"max_time", "precision", "val_check_interval"}
 )
-"""Arguments that become keys of the config."""
+"""Arguments that become config keys."""
 
 
 def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple[Keys, list[str]]:
-    """The keys that arguments of Lightning's Trainer mean, and lines for the log.
+    """The config keys that match arguments of Lightning's Trainer, and lines for the log.
 
     Args:
         batch: the batch size of the loader, which Lightning gives to each device.
-        validates: whether there are evaluation data.
+        validates: whether there is evaluation data.
 
     Raises:
-        UsageError: arguments that have no counterpart; names all of them.
+        UsageError: arguments have no counterpart. Names all of them.
     """
     keys: Keys = {}
     given, faults, ignored = dict(trainer), list[str](), list[str]()
@@ -64,7 +64,7 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
     given.pop("accumulate_grad_batches", None)
     keys["batch.global"] = batch * ranks * every
     if ranks > 1:
-        ignored.append(f"devices and num_nodes: start with --nproc; batch.global={batch * ranks * every} is theirs")
+        ignored.append(f"devices and num_nodes (start with --nproc; they set batch.global={batch * ranks * every})")
     epochs = given.pop("check_val_every_n_epoch", 1)
     if validates and epochs is not None:
         keys["train.eval_every_epochs"] = epochs
@@ -85,8 +85,8 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
     if "train.steps" in keys and "train.epochs" in keys:
         faults.append("max_epochs and max_steps: give one of them")
     if faults:
-        remedy = f"leave them out, and give keys of the config: lockstep --explain config, {DOCS}"
-        text = "\n  ".join(["arguments of Lightning's Trainer that cannot be kept:", *faults])
+        remedy = f"remove them, and set config keys: lockstep --explain config, {DOCS}"
+        text = "\n  ".join(["arguments of Lightning's Trainer that are not supported:", *faults])
         raise UsageError(text, remedy=remedy)
     return keys, [f"ignored arguments of Lightning's Trainer: {', '.join(ignored)}"] if ignored else []
 
@@ -106,7 +106,7 @@ def devices_of(trainer: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def accumulated(trainer: Mapping[str, Any], faults: list[str] | None = None) -> int:
-    """The number of batches that make an update. A fault is added if it is not one number for the whole training."""
+    """The number of batches in an update. Adds a fault if it is not a single number for the whole run."""
     value: Any = trainer.get("accumulate_grad_batches", 1)
     given: Any = trainer.get("callbacks")
     for one in given if isinstance(given, list | tuple) else [given]:
@@ -119,7 +119,7 @@ def accumulated(trainer: Mapping[str, Any], faults: list[str] | None = None) -> 
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value or 1
     if faults is not None:
-        what = f"accumulate_grad_batches={value!r}: give one whole number for the whole training"
+        what = f"accumulate_grad_batches={value!r}: give one integer for the whole run"
         faults.append(f"{what}; batch.global is the number of samples in an update")
     return 1
 
@@ -140,12 +140,12 @@ def _translate(name: str, value: Any, keys: Keys, faults: list[str]) -> None:
         elif value is not None:
             keys["precision"] = _PRECISION[str(value)]
     elif name == "deterministic" and value == "warn":
-        faults.append("deterministic='warn': give True, which makes such an operation an error, or False")
+        faults.append("deterministic='warn': give False, or True, which makes a nondeterministic operation an error")
     elif name in _PLAIN:
         if value:
             keys[_PLAIN[name]] = bool(value) if name in ("deterministic", "benchmark") else value
     else:
-        faults.append(f"{name}: is unknown; {did_you_mean(name, [*KEPT, *ONLY, *IGNORED])}".rstrip("; "))
+        faults.append(f"{name}: unknown argument; {did_you_mean(name, [*KEPT, *ONLY, *IGNORED])}".rstrip("; "))
 
 
 def _seconds(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""TrainingArguments of transformers as keys of the config, and what is left for the task."""
+"""Convert TrainingArguments of transformers to config keys, and keep the rest for the task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.core.foreign_task import DOCS, Keys
 
-# The defaults of transformers 5, of the arguments that are understood.
+# The defaults of the supported arguments in transformers 5.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -70,7 +70,7 @@ IGNORED = frozenset(
 REFUSED = {
     "activation_checkpointing_kwargs": "compute.activation_checkpointing=true, without further arguments",
     "batch_eval_metrics": "compute_metrics gets all samples at once",
-    "data_seed": "one seed decides: seed",
+    "data_seed": "there is a single seed: the config key seed",
     "deepspeed": "parallel.strategy=fsdp",
     "fsdp": "parallel.strategy=fsdp",
     "fsdp_config": "parallel.strategy=fsdp",
@@ -78,36 +78,36 @@ REFUSED = {
     "group_by_length": "data.group_by_length=N, for data with the attribute `lengths`",
     "include_for_metrics": "compute_metrics gets predictions and labels; for more, write a Task",
     "label_smoothing_factor": "give the model a loss with label_smoothing, or write a Task",
-    "liger_kernel_config": "change the model before you give it",
+    "liger_kernel_config": "change the model before passing it",
     "neftune_noise_alpha": "add the noise in the model, or write a Task",
-    "optim_args": "optim.name=CLASS optim.args={...}, and optim left out",
+    "optim_args": "remove optim, and set optim.name=CLASS optim.args={...}",
     "optim_target_modules": "optim.groups: lockstep --explain optimizers",
     "parallelism_config": "parallel.strategy=fsdp, or parallel.tensor: lockstep --explain mesh",
     "torch_compile": "compute.compile=blocks",
     "torch_compile_backend": "compute.compile=blocks",
     "torch_compile_mode": "compute.compile=blocks",
     "train_sampling_strategy": "data.group_by_length=N, for data with the attribute `lengths`",
-    "use_liger_kernel": "change the model before you give it",
+    "use_liger_kernel": "change the model before passing it",
 }
 """Arguments that must keep their defaults, with what to give instead."""
-_NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {}, "random")  # defaults of what is refused
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {}, "random")  # defaults of refused arguments
 OF_TRAINER = {
     "callbacks": "a lockstep.Part: lockstep --explain adapters",
     "compute_loss_func": "write a Task, whose loss is the sum of the losses: lockstep --explain tasks",
-    "optimizer_cls_and_kwargs": "optim.name=CLASS optim.args={...}, and the argument left out",
+    "optimizer_cls_and_kwargs": "remove the argument, and set optim.name=CLASS optim.args={...}",
     "optimizers": "optim and lr_scheduler_type; or a Task with an optimizer: lockstep --explain optimizers",
     "tokenizer": "processing_class, as in transformers 5",
 }
 """Arguments of transformers' Trainer that the adapter does not take, with what to do instead."""
 _WHY = {
-    "auto_find_batch_size": " (lack of memory halves the micro-batch anyway; `lockstep tune batch` finds the largest)"
+    "auto_find_batch_size": " (out of memory, Lockstep halves the micro-batch; `lockstep tune batch` finds the largest)"
 }
 OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 _STATEFUL = ("reduce_lr_on_plateau", "greedy")
 
 
 def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
-    """The arguments with their defaults, and a line that names ignored ones.
+    """The arguments completed by their defaults, and a line that names the ignored ones.
 
     Args:
         args: TrainingArguments, a mapping of some of them, or the path of a YAML file with them.
@@ -131,7 +131,7 @@ def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
         if name in IGNORED:
             ignored.append(name + _WHY.get(name, ""))
         elif name not in DEFAULTS and value not in _NEUTRAL:
-            remedy = REFUSED.get(name) or did_you_mean(name, DEFAULTS).strip() or "it has no counterpart"
+            remedy = REFUSED.get(name) or did_you_mean(name, DEFAULTS).strip() or "Lockstep has no counterpart"
             faults.append(f"{name}={value!r}: {remedy}")
     found = SimpleNamespace(**DEFAULTS | {name: value for name, value in given.items() if name in DEFAULTS})
     if isinstance(found.lr_scheduler_kwargs, str):
@@ -147,8 +147,8 @@ def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
             f"lr_scheduler_type={found.lr_scheduler_type!r}: schedule.name=plateau: lockstep --explain optimizers"
         )
     if faults:
-        text = "\n  ".join(["TrainingArguments that cannot be kept:", *faults])
-        raise UsageError(text, where=where, remedy=f"leave them out, and give keys of the config ({DOCS})")
+        text = "\n  ".join(["TrainingArguments that are not supported:", *faults])
+        raise UsageError(text, where=where, remedy=f"remove them, and set config keys ({DOCS})")
     return found, [f"ignored TrainingArguments: {', '.join(sorted(ignored))}"] if ignored else []
 
 
@@ -162,11 +162,11 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def keys_of(args: SimpleNamespace, samples: int, *, evaluates: bool) -> Keys:
-    """The keys of the config that the arguments mean.
+    """The config keys that match the arguments.
 
     Args:
-        samples: of the training data.
-        evaluates: whether there are evaluation data.
+        samples: the number of training samples.
+        evaluates: whether there is evaluation data.
     """
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
     per_epoch = max(1, samples // batch if args.dataloader_drop_last else -(-samples // batch))
@@ -209,7 +209,7 @@ def keys_of(args: SimpleNamespace, samples: int, *, evaluates: bool) -> Keys:
 
 
 def _best(args: SimpleNamespace) -> tuple[str, str]:
-    """`min` or `max`, and the name in the log of the result that `metric_for_best_model` names."""
+    """`min` or `max`, and the log's name for the result that `metric_for_best_model` names."""
     name = (args.metric_for_best_model or "loss").removeprefix("eval_")
     larger = args.greater_is_better if args.greater_is_better is not None else not name.endswith("loss")
     return "max" if larger else "min", f"eval/{name}"
@@ -223,13 +223,13 @@ def check_further(given: Mapping[str, Any], args: SimpleNamespace, taken: Collec
         taken: the names of the arguments that the adapter takes.
 
     Raises:
-        UsageError: names all arguments that cannot be kept, and what to give instead.
+        UsageError: arguments are not supported. Names all of them, and what to use instead.
     """
     faults, ignored = [], []
     for name, value in given.items():
         if name not in OF_TRAINER:
             remedy = did_you_mean(name, [*taken, *OF_TRAINER]).strip() or "transformers' Trainer has no such argument"
-            faults.append(f"{name}: is unknown; {remedy}")
+            faults.append(f"{name}: unknown argument; {remedy}")
         elif name != "callbacks":
             is_empty = value is None or (isinstance(value, tuple) and all(one is None for one in value))
             faults += [] if is_empty else [f"{name}: {OF_TRAINER[name]}"]
@@ -243,8 +243,8 @@ def check_further(given: Mapping[str, Any], args: SimpleNamespace, taken: Collec
                 else:
                     faults.append(f"callbacks: {kind.__name__}: {OF_TRAINER[name]}")
     if faults:
-        text = "\n  ".join(["arguments of transformers' Trainer that cannot be kept:", *faults])
-        raise UsageError(text, where="adapters.transformers", remedy=f"leave them out ({DOCS})")
+        text = "\n  ".join(["arguments of transformers' Trainer that are not supported:", *faults])
+        raise UsageError(text, where="adapters.transformers", remedy=f"remove them ({DOCS})")
     return [f"ignored callbacks of transformers: {', '.join(ignored)}"] if ignored else []
 
 
@@ -257,7 +257,7 @@ def _stop_rule(callback: Any, args: SimpleNamespace) -> str:
 
 
 def _steps(value: float, per_epoch: int, args: SimpleNamespace) -> int:
-    """A number of steps; below 1, a share of the training's."""
+    """A number of steps; below 1, a fraction of the run."""
     if value >= 1:
         return int(value)
     total: float = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)

@@ -1,4 +1,4 @@
-"""The task of a model of transformers with its data sets, collator and TrainingArguments."""
+"""The task of a transformers model with its data sets, collator and TrainingArguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TransformersTask(Foreign):
             remedy = "give model=, or model_init=, a function that makes it"
             raise UsageError("give one of the two", where="adapters.transformers(model, model_init)", remedy=remedy)
         if model is not None and not hasattr(model, "config"):
-            remedy = "give a model of transformers, with a `config`; for others, write a Task: lockstep --explain tasks"
+            remedy = "give a transformers model (with a `config`); for any other model write a Task: lockstep --explain tasks"
             raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
         _check_sets(train_dataset, eval_dataset)
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
@@ -113,7 +113,7 @@ class TransformersTask(Foreign):
 
     @functools.cached_property
     def _pristine(self) -> Any:
-        """A model that nothing trains."""
+        """A model that is never trained."""
         if self.made_model is not None:
             return self.made_model
         assert self.model_init is not None
@@ -159,12 +159,14 @@ class TransformersTask(Foreign):
         warmup = args.warmup_steps or args.warmup_ratio or 0
         steps = int(warmup) if warmup >= 1 else math.ceil(self._steps * warmup)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self._lr)  # min_lr and lr_end are rates
-        optimizer.param_groups[0]["lr"] = 1.0  # what is read off are factors
+        optimizer.param_groups[0]["lr"] = 1.0  # so that the values read are factors
         where = "lr_scheduler_kwargs"
         try:
             scheduler = get_scheduler(args.lr_scheduler_type, optimizer, steps, self._steps, args.lr_scheduler_kwargs)
         except (TypeError, ValueError) as error:
-            raise refused(f"{args.lr_scheduler_type}: {error}", where, "give what the scheduler takes") from error
+            raise refused(
+                f"{args.lr_scheduler_type}: {error}", where, "give the arguments that the scheduler takes"
+            ) from error
         return Rates(optimizer, {"scheduler": scheduler, "interval": "step", "frequency": 1}, where)
 
     # ---- data
@@ -192,7 +194,7 @@ class TransformersTask(Foreign):
 
     @functools.cached_property
     def _columns(self) -> set[str]:
-        """The columns that the model takes, as Trainer keeps them."""
+        """The columns that the model takes, which are those that Trainer keeps."""
         names = set(inspect.signature(type(self._pristine).forward).parameters)
         return names | {"label", "label_ids", *self._labels}
 
@@ -223,7 +225,7 @@ class TransformersTask(Foreign):
         return self._predictions(model(**batch.batch), batch)
 
     def _predictions(self, outputs: Any, batch: Given) -> Any:
-        """What Trainer gives to compute_metrics: all outputs but the loss."""
+        """What Trainer passes to compute_metrics: all outputs except the loss."""
         left_out = ("loss", *(getattr(self._pristine.config, "keys_to_ignore_at_inference", None) or ()))
         found = tuple(value for name, value in outputs.items() if name not in left_out)
         kept = found[0] if len(found) == 1 else found
@@ -247,7 +249,7 @@ class TransformersTask(Foreign):
 
     @functools.cached_property
     def _unit(self) -> Any:
-        """What the loss of the model is a mean over, found by trying a few samples."""
+        """What the loss of the model is averaged over, found by trying a few samples."""
         if self.given_weight is not None:
             return units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
         model = copy.deepcopy(self._pristine).to("cpu").eval()
@@ -282,7 +284,7 @@ class TransformersTask(Foreign):
 
 
 def _check_sets(train: Any, evaluated: Any) -> None:
-    """Raises UsageError if a data set is none whose samples can be read by number."""
+    """Raises UsageError if the samples of a data set cannot be read by index."""
     for name, data in (("train_dataset", train), ("eval_dataset", evaluated)):
         where = f"adapters.transformers({name}=...)"
         if isinstance(data, Mapping):
@@ -295,7 +297,7 @@ def _check_sets(train: Any, evaluated: Any) -> None:
 
 
 def _decaying(module: nn.Module) -> set[str]:
-    """The names of parameters that decay, as Trainer has it: no biases, and nothing of a normalisation."""
+    """The names of parameters with weight decay, as in Trainer: all but biases and normalisation parameters."""
     from transformers import trainer_pt_utils
 
     names_of: Any = trainer_pt_utils.get_parameter_names

@@ -1,7 +1,7 @@
-"""The units of a mean: what a batch's loss is a mean over, found by trying a few samples in several parts.
+"""The units of a mean: find out what a batch's loss is averaged over, by splitting a few samples in several ways.
 
-A mean over n units of a batch is, for every cut of the batch into parts, the mean of the parts' means with the weights
-n1, n2. A mean over other units is not, unless all samples have equally many.
+However a batch is split, its mean over units is the mean of the shards' means, weighted by the number of units in each
+shard (n1, n2). That does not hold for any other unit, unless all samples have the same number of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.core.errors import DataError
 from lockstep.core.foreign_task import refused
 
 IGNORED = -100
-"""The label that torch's cross_entropy leaves out."""
+"""The label that torch's cross_entropy ignores."""
 _MOST = 16  # samples that are tried
 _NEAR = 64  # rounding errors of a mean
 _LARGEST_MASK_DTYPE = (torch.bool, torch.uint8, torch.int32, torch.int64)
@@ -30,25 +30,25 @@ Path = tuple[Any, ...]
 
 
 class Given(NamedTuple):
-    """A batch of the foreign code, and what is known of it."""
+    """A batch of the adapted code, and what is known about it."""
 
     batch: Any
     samples: int
     purpose: str
     """`train`, `validate` or `predict`."""
     is_empty: bool = False
-    """True if it has no unit: its mean is 0/0."""
+    """True if it contains no units: its mean is 0/0."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a mean is a mean over."""
+    """What a mean is averaged over."""
 
     kind: str = "samples"
-    """`samples`; `labels`: those that are not -100; `shifted`: the same without the first of each row, as causal models
-    count; `ones`: of a mask."""
+    """`samples`; `labels`: labels that are not -100; `shifted`: the same without the first label of each row, as causal
+    models count; `ones`: the ones of a mask."""
     path: Path = ()
-    """Where the tensor is in the batch."""
+    """The path of the tensor in the batch."""
 
     def count(self, given: Given) -> Any:
         """The number of units of a batch: an int, or a tensor on the batch's device."""
@@ -62,7 +62,8 @@ class Unit:
         return ((found[..., 1:] if self.kind == "shifted" else found) != IGNORED).sum()
 
     def filled(self, given: Given) -> Any:
-        """A batch without units as one whose mean is finite, to be multiplied by zero: all ranks make equal passes."""
+        """Change a batch without units so that its mean is finite. The mean is then multiplied by zero: all ranks do
+        the same passes."""
         return _replaced(given.batch, self.path, lambda found: torch.full_like(found, self.kind == "ones"))
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ class OwnUnit:
         return self.function(given.batch)
 
     def filled(self, given: Given) -> Any:
-        """The batch as it is: where it has no unit, its mean must be finite."""
+        """The batch unchanged: if it contains no units, its mean must be finite anyway."""
         return given.batch
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ SAMPLES = Unit()
 
 
 def _replaced(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value` with another tensor at `path`."""
+    """A copy of `value` with the tensor at `path` replaced."""
     if not path:
         return change(value)
     new = _replaced(value[path[0]], path[1:], change)
@@ -122,7 +123,7 @@ def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def candidates(batch: Any) -> list[Unit]:
-    """The units that the loss of such batches may have, the most likely first."""
+    """The possible units of the loss for such batches, most likely first."""
     found = [SAMPLES]
     for path, tensor in tensors(batch):
         if tensor.dtype == torch.int64:
@@ -130,36 +131,36 @@ def candidates(batch: Any) -> list[Unit]:
             found += [Unit("shifted", path)] if tensor.ndim > 1 and tensor.shape[-1] > 1 else []
         if tensor.dtype in _LARGEST_MASK_DTYPE and bool(((tensor == 0) | (tensor == 1)).all()):
             found.append(Unit("ones", path))
-    # Labels are named so; an attention mask often has as many ones.
+    # Labels usually have this name; an attention mask often has the same number of ones.
     return sorted(found, key=lambda unit: (unit.kind != "samples", "label" not in str(unit.path[-1:]).lower()))
 
 
 def cuts(count: int) -> list[int]:
-    """Where a batch of `count` samples is cut in two, once for each trial."""
+    """The index at which each trial splits a batch of `count` samples in two."""
     return sorted({1, count // 2, count - 1} - {0, count})
 
 
 def spread(length: int) -> list[int]:
-    """Some indices of a data set of this length, evenly spread."""
+    """Evenly spaced indices of a data set of this length."""
     count = min(_MOST, length)
     return [number * length // count for number in range(count)]
 
 
 class Trial(NamedTuple):
-    """Values of a batch and of its parts, by name."""
+    """Values of a batch and of its two halves, by name."""
 
     whole: tuple[Given, Mapping[str, float]]
     parts: Sequence[tuple[tuple[Given, Mapping[str, float]], tuple[Given, Mapping[str, float]]]]
 
 
 SCALES = (1.0, 8.0, 64.0)
-"""Factors of the weights in trials. In a new model all losses are nearly equal, and a mean over anything is the same
-number."""
+"""Factors of the weights in trials. In a new model all losses are nearly equal, so means over any unit are the same."""
 
 
 @contextlib.contextmanager
 def scaled(module: torch.nn.Module, factor: float) -> Iterator[None]:
-    """Within, the matrices of a module are `factor` times as large, so that the losses of its samples differ more."""
+    """Within this context, the matrices of a module are multiplied by `factor`, so that the losses of its samples
+    differ more."""
     kept = [
         (p, p.detach().clone()) for p in module.parameters() if factor != 1 and p.ndim > 1 and p.is_floating_point()
     ]
@@ -173,12 +174,12 @@ def scaled(module: torch.nn.Module, factor: float) -> Iterator[None]:
 
 
 class Rounding(TorchFunctionMode):
-    """Inside, the floating-point formats of all results are looked at: code may compute in a coarser one than that of
-    its weights, as norms of transformers do."""
+    """Within this context, the floating-point formats of all results are recorded: code may compute in a coarser format
+    than that of its weights, as norms in transformers do."""
 
     near = _NEAR * torch.finfo(torch.float64).eps
-    """What a mean may be off, in relation to its size: by the coarsest format so far. Half precision counts as single:
-    a batch and its parts mostly round alike."""
+    """The relative tolerance of a mean, from the coarsest format so far. Half precision counts as single: a batch and
+    its halves mostly round the same way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -188,24 +189,24 @@ class Rounding(TorchFunctionMode):
 
 
 class Fits:
-    """The units that the values of all trials so far are means over, by name of the value."""
+    """The units that fit the values of all trials so far, by name of the value."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, list[Unit]] = {}
 
     def add(self, trial: Trial, *, near: float) -> None:
-        """Leave out what does not fit a trial. A value that is not finite tells nothing."""
+        """Remove the units that do not fit a trial. A value that is not finite is ignored."""
         for name in trial.whole[1]:
             if all(math.isfinite(found.get(name, 0.0)) for _, found in _all(trial)):
                 known = self.by_name.get(name, candidates(trial.whole[0].batch))
                 self.by_name[name] = [unit for unit in known if _fits(trial, name, unit, near)]
 
     def unit(self, name: str) -> Unit | None:
-        """The unit. None: the value is a mean over none that is known."""
+        """The unit. None: the value is not a mean over any known unit."""
         return next(iter(self.by_name.get(name, ())), None)
 
     def is_open(self, name: str, trial: Trial) -> bool:
-        """True if several units fit that count differently."""
+        """True if several units with different counts fit."""
         counts = [[float(unit.count(given)) for given, _ in _all(trial)] for unit in self.by_name.get(name, ())]
         return any(
             abs(a * other[0] - b * counts[0][0]) > 1e-6
@@ -235,7 +236,7 @@ def _fits(trial: Trial, name: str, unit: Unit, near: float) -> bool:
 
 
 def settled(module: torch.nn.Module, trial: Callable[[], Trial], rounding: Rounding) -> tuple[Fits, Trial]:
-    """Make trials of a module with larger and larger weights, until one unit is left. What fits, and the last trial."""
+    """Try a module with larger and larger weights, until one unit remains. Returns what fits, and the last trial."""
     fits = Fits()
     for factor in SCALES:
         with scaled(module, factor):
@@ -247,7 +248,7 @@ def settled(module: torch.nn.Module, trial: Callable[[], Trial], rounding: Round
 
 
 def with_ignored(batch: Any) -> set[Path]:
-    """Where tensors of whole numbers in a batch have -100."""
+    """The places of -100 in the integer tensors of a batch."""
     return {path for path, one in tensors(batch) if one.dtype == torch.int64 and bool((one == IGNORED).any())}
 
 
@@ -263,37 +264,37 @@ def of_loss(fits: Fits, last: Trial, where: str, *, near: float) -> Unit:
     """
     count, ask = last.whole[0].samples, "give weight=, a function from a batch to the number of its units"
     if fits.is_open("", last):
-        what = f"the losses of {count} samples do not tell whether the loss is a mean over {fits}"
+        what = f"the losses of {count} samples do not show whether the loss is a mean over {fits}"
         raise refused(what, where, ask)
     unit = fits.unit("")
     whole, sums = last.whole[1][""], [one[""] + other[""] for (_, one), (_, other) in last.parts]
     if unit is None and whole and all(abs(whole - parts) <= near * abs(whole) for parts in sums):
-        raise refused("the loss is a sum over samples, and not a mean", where, "return the mean")
+        raise refused("the loss is a sum over samples, not a mean", where, "return the mean")
     if unit is None:
         raise refused(
-            "the loss is no mean over samples, over labels that are not -100, or over the ones of a mask: it is not "
-            "known what a global batch that is cut in parts must divide by",
+            "the loss is not a mean over samples, over labels that are not -100, or over the ones of a mask, so the "
+            "divisor for a global batch that is split into shards is unknown",
             where,
-            f"{ask}, from its labels alone; or weight='samples' where the loss draws random numbers, and is a mean "
-            "over samples; on the command line task.weight=samples",
+            f"{ask} that uses only its labels; if the loss draws random numbers and is a mean over samples, give "
+            "weight='samples' (on the command line task.weight=samples)",
         )
     return unit
 
 
 def check_no_ignored(given: Given, unit: Any, known: Collection[Path], where: str) -> None:
-    """Where the unit is the sample because all tried samples had all labels: a batch that lacks labels is an error.
+    """If the unit is the sample only because all tried samples had all labels, a batch that lacks labels is an error.
 
     Args:
-        known: where samples that were tried had -100: with these, the loss was a mean over samples.
+        known: the places where tried samples had -100; with these, the loss was still a mean over samples.
 
     Raises:
-        DataError: another tensor of whole numbers has -100.
+        DataError: a different integer tensor contains -100.
     """
     for path in sorted(with_ignored(given.batch) - {*known}, key=str) if unit == SAMPLES else ():
         place = "".join(f"[{key!r}]" for key in path)
         raise DataError(
-            f"batch{place} has the number -100, the label that losses leave out, and no sample that was tried had it "
-            "there: so it is not known whether the loss is a mean over samples or over labels",
+            f"batch{place} contains -100, the label that losses ignore, but no sample that was tried had it there, so "
+            "it is unknown whether the loss is a mean over samples or over labels",
             where=where,
             remedy="give weight=, a function from a batch to its number of labels, or weight='samples'",
         )

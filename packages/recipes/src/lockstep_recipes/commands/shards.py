@@ -19,7 +19,7 @@ _TABLES = (".csv", ".tsv", ".json", ".txt")
 
 
 class Format(enum.StrEnum):
-    """A format of shards that are written."""
+    """A format for writing shards."""
 
     PARQUET = "parquet"
     TAR = "tar"
@@ -31,8 +31,10 @@ def shards(
         str,
         typer.Argument(
             metavar="DATA",
-            help="A folder of pictures or of shards, a table (.csv, .jsonl, .parquet, ...), a folder or a name of "
-            "`datasets`, or FILE.py:FUNCTION, which returns a data set or any iterable.",
+            help=(
+                "A folder of images or of shards, a table (.csv, .jsonl, .parquet, ...), a folder or a name that "
+                "`datasets` reads, or FILE.py:FUNCTION, a function that returns a data set or any iterable."
+            ),
         ),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://BUCKET/FOLDER.")],
@@ -42,19 +44,22 @@ def shards(
             help="Format of the shards. Default: tar for images and arrays, jsonl for chats, otherwise parquet."
         ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Size of a shard, about, before Parquet compresses it.")] = "64MB",
+    shard_size: Annotated[
+        str, typer.Option(help="Approximate size of a shard, before Parquet compresses it.")
+    ] = "64MB",
     shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle all samples. They need a length and an index.")
+        int | None,
+        typer.Option(metavar="SEED", help="Shuffle all samples with this seed. DATA needs a length and an index."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a data set or an iterable as shards. After a kill, the same command continues."""
+    """Write a data set or an iterable as shards. If it was interrupted, the same command continues."""
     with reporting(debug):
         from lockstep.cli.progress import bar
         from lockstep.sizes import bytes_of
         from lockstep_recipes.shards.write import write
 
-        samples, is_picture = _source(data)
+        samples, is_image = _source(data)
         size = bytes_of(shard_size, where="--shard-size")
         total = len(samples) if hasattr(samples, "__len__") else None
         with bar("samples", shown=sys.stderr.isatty()) as shown:
@@ -69,21 +74,24 @@ def shards(
             try:
                 done = write(samples, out, kind=kind, shard_bytes=size, shuffle=shuffle, source=data, tell=tell)
             except KeyboardInterrupt:
-                print(f"\nstopped; the same command goes on behind the last whole shard of {out}", file=sys.stderr)
+                print(
+                    f"\nstopped; run the same command again to continue after the last complete shard of {out}",
+                    file=sys.stderr,
+                )
                 raise
         index = done.index
-        kept = f", {done.resumed:,} of them from before" if done.resumed else ""
+        kept = f", {done.resumed:,} of them written earlier" if done.resumed else ""
         count = len(index["shards"])
         print(f"{out}: {index['samples']:,} samples in {count:,} shard{'s' * (count > 1)} ({index['format']}){kept}")
-        print("Next, in a task of your own:")
+        print("Next, in your own task:")
         print("    def train_data(self):")
         print(f"        return lockstep_recipes.Shards({out!r})")
-        if is_picture and "://" not in out:
+        if is_image and "://" not in out:
             print(f"or: lockstep train image_folder data.train={out}")
 
 
 def _source(data: str) -> tuple[Any, bool]:
-    """The samples that DATA names, and whether they are pictures of a folder."""
+    """The samples that DATA names, and whether they are images in a folder."""
     from lockstep_recipes.shards.data import Shards
     from lockstep_recipes.shards.find import INDEX, format_of
     from lockstep_recipes.tasks.readers.table import Source
@@ -105,12 +113,12 @@ def _source(data: str) -> tuple[Any, bool]:
         return Shards(data), False
     part = image_records.part_of_folder(path, "train")
     if part is not None:
-        raise UsageError("the folder has parts of its own", where=data, remedy=f"give one of them, such as {part}")
+        raise UsageError("the folder contains several splits", where=data, remedy=f"give one of them, such as {part}")
     if image_files.class_folders(path):
         pictures, codes, classes, _ = image_files.read_class_folders(path, None)
-        return _Pictures(pictures, [classes[code] for code in codes]), True
-    found = image_records.unlabelled_pictures([data])
-    return _Pictures(found.pictures, None), True
+        return _Images(pictures, [classes[code] for code in codes]), True
+    found = image_records.unlabelled_images([data])
+    return _Images(found.pictures, None), True
 
 
 def _made(name: str) -> Any:
@@ -122,13 +130,13 @@ def _made(name: str) -> Any:
         raise UsageError("there is no such function", where=name, remedy="name a function, or a data set")
     samples = found() if callable(found) else found
     if not hasattr(samples, "__iter__") and not hasattr(samples, "__getitem__"):
-        what = f"it returns {type(samples).__name__}, which gives no samples"
+        what = f"it returns {type(samples).__name__}, which does not contain samples"
         raise UsageError(what, where=name, remedy="return a data set, or an iterable such as a generator")
     return samples
 
 
 def _encoded(data: Any) -> Any:
-    """A data set of `datasets` whose pictures and sounds stay files, as they are stored."""
+    """A data set of `datasets` whose images and sounds stay encoded, as they are stored."""
     for name, kind in data.features.items():
         if type(kind).__name__ in ("Image", "Audio", "Video") and hasattr(kind, "decode"):
             data = data.cast_column(name, type(kind)(decode=False))
@@ -148,8 +156,8 @@ class _Rows:
         return {name: values[row] for name, values in self.table.columns.items()}
 
 
-class _Pictures:
-    """Files of pictures, as members of a tar: NUMBER.jpg and, with classes, NUMBER.cls."""
+class _Images:
+    """Files of images, as members of a tar: NUMBER.jpg and, with classes, NUMBER.cls."""
 
     def __init__(self, pictures: Any, classes: list[str] | None) -> None:
         self.pictures, self.classes = pictures, classes

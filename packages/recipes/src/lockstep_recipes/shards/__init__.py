@@ -1,1 +1,1 @@
-"""Samples in shards: files, near or far, whose samples are counted."""
+"""Samples in shards: local or remote files with a known number of samples."""

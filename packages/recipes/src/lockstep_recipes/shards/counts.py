@@ -1,4 +1,4 @@
-"""The samples of shards are counted once: of all processes of a machine one counts, and the cache folder keeps it."""
+"""Count the samples of shards once: one process of each machine counts, and the cache folder keeps the result."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lockstep_recipes.shards.find import FORMATS, Shard
 from lockstep_recipes.shards.formats.blocks import Counted, damaged
 from lockstep_recipes.shards.places import Place
 
-_FORMAT = 2  # of the kept files; a file of another format is counted again
+_FORMAT = 2  # version of the cached files; shards with a different version are counted again
 _AT_ONCE = 8  # shards that are counted at the same time
-_TOLD = 1 << 28  # bytes of uncounted shards from which on a line says so
+_TOLD = 1 << 28  # from this many bytes of uncounted shards, the log mentions it
 
 
 def counted(files: Files, shards: Sequence[Shard]) -> list[Counted]:
-    """The samples of each shard: as an index says it, as the cache folder has it, or counted now.
+    """The samples of each shard: from an index, from the cache folder, or counted now.
 
     Raises:
         DataError: a shard is damaged.
@@ -36,14 +36,14 @@ def counted(files: Files, shards: Sequence[Shard]) -> list[Counted]:
     if all(one is not None for one in found):
         return [one for one in found if one is not None]
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # without a lock each process counts
+        with contextlib.suppress(OSError):  # without a lock, each process counts
             _folder().mkdir(parents=True, exist_ok=True)
             names = hashlib.sha256("\n".join(shard.place.url for shard in shards).encode()).hexdigest()[:32]
             held.enter_context(locks.locked(_folder() / f".{names}.lock"))
         missing = [shard for shard, one in zip(shards, found, strict=True) if one is None and not _kept(shard.place)]
         size = sum(shard.place.size for shard in missing)
         if size > _TOLD:
-            text = f"counting the samples of {len(missing):,} shards with {size / 1e9:,.1f} GB, once"
+            text = f"counting the samples of {len(missing):,} shards ({size / 1e9:,.1f} GB); this happens only once"
             print(text, file=sys.stderr, flush=True)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             fresh = dict(
@@ -65,7 +65,7 @@ def count(shard: Shard, file: Any) -> Counted:
         return FORMATS[shard.format].count(file, shard.place)
     except LockstepError:
         raise
-    except Exception as error:  # pyarrow, gzip and others have errors of their own
+    except Exception as error:  # pyarrow, gzip and others have their own errors
         what = f"not readable as {shard.format}: {type(error).__name__}: {error}"
         raise damaged(what, shard.place) from error
 
@@ -74,13 +74,13 @@ def _count(files: Files, shard: Shard) -> Counted:
     with files.open(shard.place) as file:
         found = count(shard, file)
     if shard.place.tag:
-        with contextlib.suppress(OSError):  # without a kept count the next start counts again
+        with contextlib.suppress(OSError):  # without a cached count, the next start counts again
             atomic.write_text(_file(shard.place), json.dumps([found.ends, found.begins, found.stops]))
     return found
 
 
 def _kept(place: Place) -> Counted | None:
-    """What the cache folder has of this state of a shard. A shard without a tag may have changed unseen."""
+    """What the cache folder has for this version of a shard. A shard without a tag may have changed unnoticed."""
     if not place.tag:
         return None
     try:

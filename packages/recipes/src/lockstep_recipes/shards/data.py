@@ -1,4 +1,4 @@
-"""`Shards`: a map-style data set over shards, near or far."""
+"""`Shards`: a map-style data set over local or remote shards."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lockstep_recipes.shards.kept import Kept
 from lockstep_recipes.shards.order import ShardOrder
 from lockstep_recipes.shards.places import scheme
 
-_WINDOW = 1 << 27  # bytes of a window, where its samples are not given
+_WINDOW = 1 << 27  # bytes of a window, if its number of samples is not given
 
 
 class Shards(Dataset[Any]):
     """Samples in shards: JSON lines, Parquet, Arrow (Feather), tar (WebDataset) or MDS (MosaicML Streaming).
 
-    A sample is what a line of JSON says; a dict of Python values by column (Parquet, Arrow, MDS); or a dict of bytes by
-    extension with `__key__` (tar). It is found by its index, so any number of ranks and workers read the same data, and
-    a run resumes at any step. An epoch goes through the shards one after another: see `ShardOrder`.
+    A sample is the value of a JSON line; a dict of Python values by column (Parquet, Arrow, MDS); or a dict of bytes by
+    extension with `__key__` (tar). Samples have an index, so any number of ranks and workers read the same data, and a
+    run resumes at any step. An epoch reads the shards one after another: see `ShardOrder`.
 
     Example:
         lockstep_recipes.Shards("s3://bucket/folder", window=100_000, cache="2GB")
@@ -39,19 +39,19 @@ class Shards(Dataset[Any]):
         source: a shard; a folder of shards; a pattern with `*` or `{000..012}`; or a list of these. Local paths,
             http(s) addresses, and addresses of any file system that fsspec knows (`s3://`, `gs://`, `hf://`,
             `memory://`).
-        window: the positions of the epoch within which samples are shuffled. Runs with another window have another
-            order. None: as many samples as 128 MiB of the shards hold on average.
-        cache: the most bytes of blocks that each process keeps in memory, as a number or a text such as `2GB`. It
-            should hold the samples of two windows: otherwise blocks are read again and again.
-        disk: the most bytes of far shards that this machine keeps in Lockstep's cache folder, such as `100GB`, for all
-            processes and all trainings. None: nothing is kept on the disk, and each process reads from the network.
-        storage_options: of fsspec for the file system, such as `{"endpoint_url": ...}` of S3. Of HTTP:
+        window: samples are shuffled within windows of this many positions of the epoch. A different window gives a
+            different order. None: as many samples as 128 MiB of the shards contain on average.
+        cache: how many bytes of blocks each process keeps in memory, as a number or a text such as `2GB`. It should
+            hold the samples of two windows; otherwise blocks are read repeatedly.
+        disk: how many bytes of remote shards this machine keeps in Lockstep's cache folder, such as `100GB`, for all
+            processes and all runs. None: nothing is kept on disk, and each process reads from the network.
+        storage_options: options of fsspec for the file system, such as `{"endpoint_url": ...}` for S3. For HTTP:
             `{"headers": ...}`.
 
     Raises:
         DataError: there is no such shard, or one is damaged.
-        Unreachable: a server gives no answer after several attempts.
-        UsageError: the source is no path, or the window or the cache is no positive number.
+        Unreachable: a server does not answer after several attempts.
+        UsageError: the source is not a path, or the window or the cache is not a positive number.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Shards(Dataset[Any]):
         if window is None:
             window = max(1, _WINDOW * len(self) // max(1, sum(shard.place.size for shard in self.shards)))
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            remedy = "give a positive number of samples; 1 does not shuffle within shards"
+            remedy = "give a positive number of samples; with 1, samples are not shuffled within shards"
             raise UsageError(f"the window is {window!r}", where="Shards(window=...)", remedy=remedy)
         self.order = ShardOrder(counts, window)
-        """The order in which a training takes the samples."""
+        """The order in which a run reads the samples."""
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -114,14 +114,15 @@ class Shards(Dataset[Any]):
         return f"<Shards: {len(self):,} samples in {len(self.shards):,} shards, {self.shards[0].place.url} ...>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_process": None}  # connections and memory stay in this process
+        return self.__dict__ | {"_process": None}  # connections and cached blocks stay in this process
 
     def _place(self, index: int) -> tuple[int, int]:
         shard = bisect_right(self.ends, index)
         return shard, index - (self.ends[shard - 1] if shard else 0)
 
     def _here(self) -> tuple[Files, Kept]:
-        """Files and memory of this process: a forked loader worker shares no connection with its parent."""
+        """Files and cached blocks of this process: a forked loader worker does not share connections with its
+        parent."""
         if self._process is None or self._process[0] != os.getpid():
             kept = Kept(self.cache_bytes)
             disk = None if self.disk_bytes is None else Disk(self.disk_bytes)
@@ -137,7 +138,7 @@ class Shards(Dataset[Any]):
             return files.read(place, start, stop)
 
         def load_head() -> tuple[Any, int]:
-            now = files.look(place.url)  # once for a shard, or again after its head has left the memory
+            now = files.look(place.url)  # once per shard, and again after its head was dropped from memory
             if now.size != place.size or (place.tag and now.tag and now.tag != place.tag):
                 raise changed(place, now)
             value, size = form.head(read, place, of_shard)
@@ -151,11 +152,14 @@ class Shards(Dataset[Any]):
                 block = form.block(data, kept.get((shard, "head"), load_head), place, number)
             except LockstepError:
                 raise
-            except Exception as error:  # pyarrow, tarfile, gzip and others have errors of their own
+            except Exception as error:  # pyarrow, tarfile, gzip and others have their own errors
                 what = f"the block is damaged: {type(error).__name__}: {error}"
                 raise DataError(what, where=at, remedy="copy or write the shard again") from error
             if len(block) != end - first:
-                what = f"the block has {len(block)} samples, and {end - first} were counted: the shard has changed"
+                what = (
+                    f"the block has {len(block)} samples instead of the {end - first} that were counted: the "
+                    "shard has changed"
+                )
                 raise DataError(what, where=at, remedy="start again, or write the shards again")
             if block.nbytes > kept.limit:
                 raise _too_large(block.nbytes, kept.limit, at)
@@ -167,7 +171,7 @@ class Shards(Dataset[Any]):
 
 def _too_large(size: int, limit: int, where: str) -> UsageError:
     return UsageError(
-        f"the block has {size:,} bytes, and the cache holds {limit:,}",
+        f"the block has {size:,} bytes, but the cache holds only {limit:,}",
         where=where,
-        remedy=f"Shards(cache='{-(-3 * size // 10**9)}GB'), or smaller blocks: `lockstep shards`",
+        remedy=f"set Shards(cache='{-(-3 * size // 10**9)}GB'), or write smaller blocks with `lockstep shards`",
     )

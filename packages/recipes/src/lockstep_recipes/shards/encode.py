@@ -1,4 +1,4 @@
-"""Samples of any kind as bytes of a shard: Parquet, tar of the WebDataset layout, or JSON lines."""
+"""Encode samples of any kind as a shard: Parquet, tar in the WebDataset layout, or JSON lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lockstep_recipes.shards.files import module
 from lockstep_recipes.shards.formats.blocks import BLOCK
 
 SUFFIXES = {"parquet": ".parquet", "tar": ".tar", "jsonl": ".jsonl"}
-"""The formats that are written, and the suffix of their shards."""
+"""The formats for writing, and the suffix of their shards."""
 
 
 def columns(sample: Any) -> dict[str, Any]:
-    """A sample as values by name. A tuple has the names 0, 1, ...; a text is called text, any other value is value."""
+    """A sample as values by name. A tuple has the names 0, 1, ...; a text is named text, and any other value is named
+    value."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if hasattr(sample, "_asdict"):
@@ -30,10 +31,10 @@ def columns(sample: Any) -> dict[str, Any]:
 
 
 def fitting(sample: Any) -> str:
-    """The format for samples such as this: tar for arrays, pictures and members; JSON lines for nested values that
-    JSON has; otherwise Parquet."""
+    """The best format for samples like this: tar for arrays, images and members; JSON lines for nested values that JSON
+    supports; otherwise Parquet."""
     values = columns(sample)
-    if "__key__" in values or any(map(_is_array, values.values())) or any(map(_is_picture, values.values())):
+    if "__key__" in values or any(map(_is_array, values.values())) or any(map(_is_image, values.values())):
         return "tar"
     nested = any(isinstance(value, Mapping) or _has_mapping(value) for value in values.values())
     try:
@@ -48,14 +49,14 @@ class Encoder:
 
     Args:
         kind: a format, a name of `SUFFIXES`.
-        first: the number of the first sample, which gives the KEY of a tar where samples have none.
+        first: the number of the first sample, from which the KEYs of a tar are made if samples have none.
     """
 
     def __init__(self, kind: str, first: int) -> None:
         self.kind, self.first = kind, first
         self.rows: list[Any] = []
         self.bytes = 0
-        """About the bytes that the shard will have."""
+        """The approximate size of the shard in bytes."""
 
     def add(self, sample: Any) -> None:
         """Add a sample.
@@ -80,7 +81,7 @@ class Encoder:
             self.bytes += sum(map(_size, row.values()))
 
     def encoded(self) -> bytes:
-        """The whole shard.
+        """The encoded shard.
 
         Raises:
             DataError: columns of Parquet hold values of different kinds.
@@ -108,7 +109,7 @@ class Encoder:
         try:
             table = pyarrow.table({name: [row.get(name) for row in self.rows] for name in names})
         except (pyarrow.ArrowException, OverflowError, TypeError) as error:
-            what = f"samples from {self.first} on do not fit into columns: {error}"
+            what = f"the samples from {self.first} do not fit into columns: {error}"
             raise DataError(what, where="--format parquet", remedy="give --format jsonl or tar") from error
         sink = io.BytesIO()
         rows = max(1, len(self.rows) * BLOCK // max(1, self.bytes))
@@ -117,17 +118,17 @@ class Encoder:
 
 
 def _member(name: str, value: Any) -> tuple[str, bytes]:
-    """A value as a member of a tar: its extension says how it is written, as WebDataset's decoders read it."""
+    """A value as a member of a tar. The extension names its encoding, as WebDataset's decoders expect."""
     if name == "__key__" and "." not in str(value).rpartition("/")[2]:
         return name, str(value).encode()
     if "/" in name or name == "__key__":
         remedy = "name values without a slash, and KEYs without a dot"
-        raise DataError(f"{name!r}: {value!r:.80} is no name of a member", where="--format tar", remedy=remedy)
+        raise DataError(f"{name!r}: {value!r:.80} is not a valid member name", where="--format tar", remedy=remedy)
     if isinstance(value, bytes):
         return name, value
     if isinstance(value, str):
         return _ending(name, "txt", "cls", "text"), value.encode()
-    if _is_picture(value):
+    if _is_image(value):
         file = io.BytesIO()
         value.save(file, format="PNG")
         return _ending(name, "png"), file.getvalue()
@@ -154,7 +155,7 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
-def _is_picture(value: Any) -> bool:
+def _is_image(value: Any) -> bool:
     return type(value).__module__.startswith("PIL.") and hasattr(value, "save")
 
 
@@ -165,7 +166,7 @@ def _has_mapping(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value without arrays: numbers and lists in their place."""
+    """A value with its arrays converted to numbers and lists."""
     if isinstance(value, np.generic) or _is_array(value):
         return np.asarray(value).tolist()
     if isinstance(value, Mapping):
@@ -176,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """About the bytes of a value in a column."""
+    """The approximate size of a value in a column, in bytes."""
     if isinstance(value, str | bytes):
         return len(value) + 4
     if isinstance(value, Mapping):

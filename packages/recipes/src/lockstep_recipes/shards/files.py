@@ -1,4 +1,5 @@
-"""Bytes of shards: of local files, of any file system that fsspec knows, and of HTTP servers by ranges."""
+"""Read bytes of shards: from local files, any file system that fsspec supports, and HTTP servers with range
+requests."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ WAITS_S = (0.5, 2.0, 8.0)
 """Pauses between the attempts to read from a network, in seconds."""
 _TIMEOUT_S = 60.0
 _FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, ImportError, NotImplementedError)
-_RETRIED_CODES = (408, 425, 429)  # of HTTP, besides those from 500 on
+_RETRIED_CODES = (408, 425, 429)  # HTTP codes to retry, in addition to 500 and above
 
 
 class Unreachable(LockstepError):
-    """A shard cannot be read, because a network or a server fails. `data.on_error=skip` does not skip its samples:
+    """A shard cannot be read because a network or a server fails. `data.on_error=skip` does not skip its samples:
     which samples a run trains with must not depend on the network."""
 
     retryable = from_outside = True
@@ -35,7 +36,7 @@ def module(name: str, pip: str, *, where: str) -> Any:
     """An imported module.
 
     Raises:
-        DataError: it is not installed. The error has the pip command.
+        DataError: it is not installed. The error contains the pip command.
     """
     import importlib
 
@@ -49,9 +50,9 @@ class Files:
     """Reads files by address. An object belongs to one process: see `Shards`.
 
     Args:
-        options: of fsspec for the file system (`storage_options` of pandas). HTTP: only `headers`.
-        kept: keeps whole files of a server without ranges.
-        disk: keeps parts of far shards whose changes show in their tag. None: nothing is written.
+        options: options of fsspec for the file system (`storage_options` in pandas). For HTTP: only `headers`.
+        kept: keeps whole files from a server without range requests.
+        disk: keeps chunks of remote shards whose tag shows changes. None: nothing is written.
     """
 
     def __init__(self, options: Mapping[str, Any], kept: Kept, disk: Disk | None = None) -> None:
@@ -65,7 +66,7 @@ class Files:
         """The bytes from `start` to before `stop` of a shard.
 
         Args:
-            keeps: keep them on the disk, if there is a `disk`.
+            keeps: keep them on disk, if there is a `disk`.
 
         Raises:
             DataError: there is no such file, or it ends before `stop`.
@@ -78,7 +79,9 @@ class Files:
         else:
             data = self._from_far(place.url, start, stop)
         if len(data) != stop - start:
-            what = f"bytes {start} to {stop} are not all there: the shard is truncated, or changed since it was counted"
+            what = (
+                f"bytes {start} to {stop} are incomplete: the shard is truncated, or has changed since it was counted"
+            )
             raise DataError(what, where=place.url, remedy="copy or write the shard again, and start again")
         return data
 
@@ -89,7 +92,7 @@ class Files:
         return tried(url, lambda: bytes(system.cat_file(url, start=start, end=stop)))
 
     def open(self, place: Place) -> io.BufferedReader:
-        """A shard as a file that is read from its beginning to its end."""
+        """A shard as a file for sequential reading."""
         if not scheme(place.url):
             return _tried_local(place.url, lambda: open(place.url, "rb"))
         return io.BufferedReader(_Ranges(self, place), buffer_size=4 << 20)
@@ -110,7 +113,7 @@ class Files:
         return place_of(url, tried(url, lambda: system.info(url)))
 
     def system(self, url: str) -> Any:
-        """The file system of fsspec for an address."""
+        """The fsspec file system for an address."""
         kind = scheme(url)
         if kind not in self._systems:
             from fsspec.core import url_to_fs
@@ -126,7 +129,7 @@ class Files:
                 raise DataError(f"no file system for {kind}://: {error}", where=url, remedy=remedy) from error
         return self._systems[kind]
 
-    # ---- HTTP, by the standard library: fsspec's own needs aiohttp
+    # ---- HTTP with the standard library: fsspec would need aiohttp
 
     def _request(self, url: str, first: int, last: int) -> Any:
         headers = {**self.options.get("headers", {}), "Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
@@ -156,8 +159,8 @@ class Files:
         with self._request(url, 0, 0) as answer:
             size = int(answer.headers.get("Content-Length") or 0)
             if 2 * size > self.kept.limit:
-                what = f"the server gives no parts of files, and the whole shard has {size:,} bytes"
-                remedy = f"Shards(cache='{-(-3 * size // 10**9)}GB'), or a server with range requests"
+                what = f"the server does not support range requests, and the whole shard has {size:,} bytes"
+                remedy = f"set Shards(cache='{-(-3 * size // 10**9)}GB'), or use a server with range requests"
                 raise UsageError(what, where=url, remedy=remedy)
             data = bytes(answer.read())
         return data, len(data)
@@ -173,17 +176,17 @@ class Files:
 
 
 def place_of(url: str, about: Mapping[str, Any]) -> Place:
-    """A place from what fsspec says about a file."""
+    """A place made from fsspec's information about a file."""
     names = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
     tag = next((str(about[name]) for name in names if about.get(name)), "")
     return Place(url, int(about.get("size") or 0), tag)
 
 
 def tried(url: str, action: Callable[[], T]) -> T:
-    """What `action` returns. It is tried several times, with pauses.
+    """The result of `action`, which is tried several times, with pauses.
 
     Raises:
-        DataError: no attempt would help: there is no such file, or it may not be read.
+        DataError: retrying would not help: there is no such file, or reading it is not permitted.
         Unreachable: all attempts failed.
     """
     for wait in (*WAITS_S, None):
@@ -194,10 +197,10 @@ def tried(url: str, action: Callable[[], T]) -> T:
         except _FINAL as error:
             remedy = "check the address, and the credentials of the server"
             raise DataError(f"cannot be read: {_text(error)}", where=url, remedy=remedy) from error
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             if wait is None:
                 what = f"cannot be read after {len(WAITS_S) + 1} attempts: {_text(error)}"
-                remedy = "check network, server and credentials; the same command then goes on"
+                remedy = "check network, server and credentials, then run the same command again to continue"
                 raise Unreachable(what, where=url, remedy=remedy) from error
             time.sleep(wait)
     raise AssertionError
@@ -222,7 +225,7 @@ def _text(error: BaseException) -> str:
 
 
 class _Ranges(io.RawIOBase):
-    """A far file, read by ranges."""
+    """A remote file, read with range requests."""
 
     def __init__(self, files: Files, place: Place) -> None:
         self.files, self.place, self.at = files, place, 0

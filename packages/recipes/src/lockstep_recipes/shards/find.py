@@ -23,15 +23,15 @@ from lockstep_recipes.shards.formats.tar import COMPRESSED, Tar
 from lockstep_recipes.shards.places import Place, scheme
 
 INDEX = "index.json"
-"""The file that counts the shards of a folder: that of `lockstep shards`, or that of MDS."""
+"""The index file of a folder of shards: that of `lockstep shards`, or that of MDS."""
 STATE = "state.json"
-"""In a folder of `Dataset.save_to_disk` of the library datasets: names the files of the data set, and no others."""
+"""The file of a folder written by `Dataset.save_to_disk` (datasets) that lists the files of the data set."""
 _TABLES = {"_delta_log": "Delta", ".hoodie": "Hudi", "metadata": "Iceberg"}
 _OF_TABLES = "read it with a library for such tables, and write the samples with `lockstep shards`"
 PROGRESS = ".lockstep-shards.json"
-"""In a folder while its shards are written."""
+"""Present in a folder while its shards are being written."""
 VERSION = 1
-"""Of the index of `lockstep shards`."""
+"""Version of the index of `lockstep shards`."""
 FORMATS: Mapping[str, Format] = {
     "jsonl": JsonLines(),
     "parquet": Parquet(),
@@ -53,7 +53,7 @@ class Shard(NamedTuple):
     format: str
     """A name of `FORMATS`."""
     counted: Counted | None = None
-    """Its samples, if an index beside it has counted them."""
+    """Its number of samples, if an index next to it has it."""
 
 
 def format_of(name: str) -> str | None:
@@ -63,7 +63,7 @@ def format_of(name: str) -> str | None:
 
 
 def expanded(pattern: str) -> Iterator[str]:
-    """The names that a pattern with braces stands for: `{0..9}`, or `{000..012}` with leading zeros.
+    """The names that a pattern with braces expands to: `{0..9}`, or `{000..012}` with leading zeros.
 
     Raises:
         DataError: the first number is larger than the last.
@@ -76,7 +76,7 @@ def expanded(pattern: str) -> Iterator[str]:
     numbers = range(int(brace[1]), int(brace[2]) + 1)
     if not numbers:
         remedy = "write {000..012} with the smaller number first"
-        raise DataError(f"{brace[0]} stands for no list of names", where=pattern, remedy=remedy)
+        raise DataError(f"{brace[0]} does not expand to a list of names", where=pattern, remedy=remedy)
     for number in numbers:
         yield from expanded(f"{pattern[: brace.start()]}{number:0{width}}{pattern[brace.end() :]}")
 
@@ -87,7 +87,7 @@ def find(files: Files, sources: Sequence[str]) -> list[Shard]:
     Raises:
         DataError: a source names no shard, a shard is named twice, its format is not known, or a folder has several
             formats.
-        Unreachable: a server gives no answer.
+        Unreachable: a server does not answer.
     """
     names = [name for source in sources for name in ([source] if _exists(source) else expanded(source))]
     found = [shard for name in names for shard in _of_one(files, name)]
@@ -100,23 +100,24 @@ def find(files: Files, sources: Sequence[str]) -> list[Shard]:
 
 
 def _exists(source: str) -> bool:
-    """True for a path on this disk, also where its name looks like a pattern."""
+    """True for a path on this disk, even if its name looks like a pattern."""
     return not scheme(source) and os.path.exists(source)
 
 
 def _of_one(files: Files, source: str) -> list[Shard]:
     if source.endswith(COMPRESSED):
         remedy = "unpack it to a .tar, or write it with `lockstep shards`"
-        raise DataError("a compressed shard gives no access to a single sample", where=source, remedy=remedy)
+        raise DataError("a compressed shard does not give access to single samples", where=source, remedy=remedy)
     if posixpath.basename(source) == INDEX:
         return _of_index(files, posixpath.dirname(source), {})
     if scheme(source) in ("http", "https"):
         if any(letter in source.partition("?")[0] for letter in "*["):
             remedy = (
-                "name the shards by braces, such as 'https://HOST/shard-{000..012}.tar'; or give the folder that has "
+                "name the shards with braces, such as 'https://HOST/shard-{000..012}.tar'; or give the folder "
+                "that contains "
             )
-            raise UsageError("a web server lists no files", where=source, remedy=f"{remedy}{INDEX}")
-        if format_of(source.partition("?")[0]) is None:  # HTTP lists no folders
+            raise UsageError("a web server does not list files", where=source, remedy=f"{remedy}{INDEX}")
+        if format_of(source.partition("?")[0]) is None:  # HTTP does not list folders
             return _of_index(files, source.rstrip("/"), {})
         return [_shard(files.look(source))]
     if any(letter in source for letter in "*?[") and not _exists(source):
@@ -138,25 +139,28 @@ def _of_one(files: Files, source: str) -> list[Shard]:
         return _of_state(files, source.rstrip("/"), listed)
     _check_folder(files, source.rstrip("/"), listed)
     if PROGRESS in listed:
-        remedy = "give the command again that writes them: it goes on where it was"
-        raise DataError("the writing of these shards has not ended", where=source, remedy=remedy)
+        remedy = "run the command that writes them again: it continues where it stopped"
+        raise DataError("these shards are incomplete: writing them was interrupted", where=source, remedy=remedy)
     shards = [_shard(place) for name, place in sorted(listed.items()) if format_of(name)]
     kinds = Counter(shard.format for shard in shards)
     if len(kinds) > 1:
         kind = max(kinds, key=kinds.__getitem__)
-        what = f"the folder has shards of several formats: {', '.join(f'{n} of {k}' for k, n in kinds.items())}"
-        raise DataError(what, where=source, remedy=f"name those that you mean, such as '{source}/*.{kind}'")
+        what = f"the folder contains shards of several formats: {', '.join(f'{n} of {k}' for k, n in kinds.items())}"
+        raise DataError(what, where=source, remedy=f"choose some of them, such as '{source}/*.{kind}'")
     if not shards:
         raise DataError("no shards in this folder", where=source, remedy=_REMEDY)
     return shards
 
 
 def _of_state(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
-    """The shards of a folder that `datasets` saved. Results of `map` and `filter` are there, too: `cache-*.arrow`."""
+    """The shards of a folder that `datasets` saved. It may also contain results of `map` and `filter`:
+    `cache-*.arrow`."""
     names = _saved_names(files.read(listed[STATE], 0, listed[STATE].size), f"{folder}/{STATE}")
     for name in names:
         if name not in listed:
-            raise DataError(f"{STATE} has this shard, and it is not there", where=f"{folder}/{name}", remedy=_COPY)
+            raise DataError(
+                f"{STATE} lists this shard, but the file does not exist", where=f"{folder}/{name}", remedy=_COPY
+            )
     return [_shard(listed[name]) for name in names]
 
 
@@ -165,22 +169,22 @@ def _saved_names(data: bytes, where: str) -> list[str]:
         return [entry["filename"] for entry in json.loads(data)["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         remedy = "save the data set again with save_to_disk, or name the shards: 'DIR/data-*.arrow'"
-        what = f"not what `datasets` writes: {type(error).__name__}: {error}"
+        what = f"not a file that `datasets` wrote: {type(error).__name__}: {error}"
         raise DataError(what, where=where, remedy=remedy) from error
 
 
 def _check_matching(pattern: str, found: Sequence[Place]) -> None:
-    """Raise DataError where a pattern also fits files beside a data set that `datasets` saved on this disk."""
+    """Raise DataError if a pattern also matches files next to a data set that `datasets` saved on this disk."""
     for place in () if scheme(pattern) else found:
         folder, name = os.path.split(place.url)
         state = Path(folder, STATE)
         if state.is_file() and name not in _saved_names(state.read_bytes(), str(state)):
-            what = f"{STATE} does not list this file: `datasets` keeps results of map and filter beside a data set"
+            what = f"{STATE} does not list this file: `datasets` keeps results of map and filter next to a data set"
             raise DataError(what, where=place.url, remedy=f"give the folder: {folder}")
 
 
 def _check_folder(files: Files, folder: str, listed: Mapping[str, Place]) -> None:
-    """Raise DataError where something else says which files of a folder count, and it is not read."""
+    """Raise DataError if something that is not read here determines which files of a folder count."""
     if "dataset_dict.json" in listed:
         splits = json.loads(files.read(listed["dataset_dict.json"], 0, listed["dataset_dict.json"].size)).get("splits")
         remedy = " or ".join(f"{folder}/{split}" for split in splits or ["train"])
@@ -188,12 +192,10 @@ def _check_folder(files: Files, folder: str, listed: Mapping[str, Place]) -> Non
     caches = sorted(name for name in listed if name.startswith("cache-") and name.endswith(".arrow"))
     if "dataset_info.json" in listed and caches:
         what = f"`datasets` keeps results of map and filter among the files of this data set: {caches[0]}"
-        raise DataError(
-            what, where=folder, remedy=f"name the files that you mean, such as '{folder}/NAME-train*.arrow'"
-        )
+        raise DataError(what, where=folder, remedy=f"name the files to read, such as '{folder}/NAME-train*.arrow'")
     for name, kind in _TABLES.items():
         if _is_folder(files, f"{folder}/{name}") and any(format_of(one) == "parquet" for one in listed):
-            what = f"a table of {kind}: {name} says which of its files count, and old files may still be there"
+            what = f"a {kind} table: {name} determines which of its files count, and old files may still be there"
             raise DataError(what, where=folder, remedy=_OF_TABLES)
 
 
@@ -212,7 +214,7 @@ def _shard(place: Place) -> Shard:
 
 
 def _matching(files: Files, pattern: str) -> list[Place]:
-    """The shards that fit a pattern with `*`, `?` or `[]`."""
+    """The shards that match a pattern with `*`, `?` or `[]`."""
     if not scheme(pattern):
         return [files.look(path) for path in glob.glob(pattern, recursive=True) if format_of(path)]
     system = files.system(pattern)
@@ -225,7 +227,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _listed(files: Files, source: str) -> dict[str, Place] | None:
-    """The files in a folder by name. None: the source is no folder. Names that begin with a dot are left out."""
+    """The files in a folder by name. None: the source is not a folder. Names that start with a dot are left out."""
     if not scheme(source):
         if not os.path.isdir(source):
             return None
@@ -244,10 +246,10 @@ def _with_scheme(pattern: str, name: str) -> str:
 
 
 def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
-    """The shards that an `index.json` counts.
+    """The shards that an `index.json` lists.
 
     Args:
-        listed: the files of the folder by name; empty if it is not known which there are.
+        listed: the files of the folder by name; empty if they are not known.
     """
     url = f"{folder}/{INDEX}" if folder else INDEX
     place = files.look(url)
@@ -256,16 +258,22 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
         entries = index["shards"]
         is_own = "lockstep" in index
         if is_own and index["lockstep"] != VERSION:
-            remedy = "read it with the Lockstep that wrote it, or write it anew"
-            raise DataError(f"the index has the version {index['lockstep']}", where=url, remedy=remedy)
+            remedy = "read it with the version of Lockstep that wrote it, or write it again"
+            raise DataError(
+                f"the index has version {index['lockstep']}, which this Lockstep does not read",
+                where=url,
+                remedy=remedy,
+            )
         found = [(_own if is_own else _of_mds)(folder, entry, index) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
-        remedy = "write the shards with `lockstep shards`, or remove this file: shards without an index are counted"
-        raise DataError(f"no index of shards: {type(error).__name__}: {error}", where=url, remedy=remedy) from error
+        remedy = "write the shards with `lockstep shards`, or remove this file: Lockstep counts shards without an index"
+        raise DataError(f"not an index of shards: {type(error).__name__}: {error}", where=url, remedy=remedy) from error
     for shard in found:
         name = posixpath.basename(shard.place.url)
         if listed and (name not in listed and "/" not in shard.place.url.removeprefix(f"{folder}/")):
-            raise DataError(f"{INDEX} has this shard, and it is not there", where=shard.place.url, remedy=_COPY)
+            raise DataError(
+                f"{INDEX} lists this shard, but the file does not exist", where=shard.place.url, remedy=_COPY
+            )
         if name in listed and listed[name].size != shard.place.size:
             raise changed(shard.place, listed[name])
     tags = {name: one.tag for name, one in listed.items()}
@@ -276,11 +284,11 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
 
 
 def changed(counted: Place, now: Place) -> DataError:
-    """The error of a shard that is not the one that was counted."""
-    what = f"the shard has changed since it was counted: {now.size} bytes, and not {counted.size}"
+    """The error for a shard that has changed since it was counted."""
+    what = f"the shard has changed since it was counted: {now.size} bytes instead of {counted.size}"
     if now.size == counted.size:
         what = "the shard has changed since it was counted"
-    return DataError(what, where=counted.url, remedy=f"start again; where {INDEX} counts it, write the shards again")
+    return DataError(what, where=counted.url, remedy=f"start again; if {INDEX} lists it, write the shards again")
 
 
 def _own(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
@@ -295,7 +303,7 @@ def _own(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Sha
 
 def _of_mds(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
     if entry["format"] != "mds" or entry["version"] != 2:
-        raise ValueError(f"the format is {entry['format']} {entry['version']}; read is MDS, version 2")
+        raise ValueError(f"the format is {entry['format']} {entry['version']}; only MDS version 2 is supported")
     about = {name: entry[name] for name in ("column_names", "column_encodings", "column_sizes", "samples")}
     about["bytes"] = entry["raw_data"]["bytes"]
     if not all(type(about[name]) is int for name in ("samples", "bytes")):

@@ -1,4 +1,4 @@
-"""What a process keeps in memory of shards: at most so many bytes. What was not used for the longest time goes."""
+"""LRU cache of blocks, limited in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kept:
-    """Values by key, for several threads.
+    """Thread-safe cache of values by key.
 
     Args:
         limit: bytes of all values together.
@@ -21,9 +21,10 @@ class Kept:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, load: Callable[[], tuple[Any, int]]) -> Any:
-        """The value of a key. `load` gives it, with its size in bytes, if it is not kept.
+        """The value of a key. If it is not in the cache, `load` returns it with its size in bytes.
 
-        Threads that need the same value at the same time may each load it: none waits for another one's network.
+        Threads that need the same value at the same time may each load it: no thread waits for the network access of
+        another.
         """
         with self._lock:
             if key in self._values:

@@ -1,4 +1,4 @@
-"""The order of samples in shards: shards in a shuffled order, and samples shuffled within windows. NumPy only."""
+"""The order of samples in shards: shards are shuffled, and samples are shuffled within windows. Needs only NumPy."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ _SHARDS, _WINDOWS = 0x05A4D5, 0x0F1D05  # words in the keys, so that shards and 
 class ShardOrder:
     """The order of an epoch, as a pure function of seed, epoch and position: the same on any number of ranks.
 
-    The shards of an epoch come in an order that is a permutation by (seed, epoch). The samples of all shards in this
-    order are cut into windows of `window` positions, and each window is shuffled. So samples at neighbouring positions
-    lie in the few shards that a window touches. A sample moves by less than `window` positions from the place that
-    its shard gives it: samples that lie far apart in one shard do not meet in a batch, nor do those of other shards,
-    except of the shards that this epoch puts beside it.
+    The shards of an epoch are permuted by (seed, epoch). The samples of all shards in this order are split into windows
+    of `window` positions, and each window is shuffled. So samples at neighbouring positions are in the few shards that
+    a window touches. A sample moves by less than `window` positions from its position in the sequence of shards.
+    Therefore a batch combines only samples that are near each other in one shard, or in shards that are neighbours in
+    this epoch.
 
     Args:
-        counts: samples of each shard.
-        window: positions of a window, at least 1; 1: samples of a shard stay in their order.
+        counts: the number of samples of each shard.
+        window: the number of positions in a window, at least 1. With 1, the samples of a shard keep their order.
     """
 
     is_permutation = True
-    """Each sample once: a part of the shards may do without."""
+    """Each sample is used once; Lockstep may handle some of the shards without it."""
 
     def __init__(self, counts: Sequence[int], window: int) -> None:
         self.counts, self.window = np.asarray(counts, np.int64), window
         self.begins: Indices = np.cumsum(self.counts) - self.counts
         self.length = int(self.counts.sum())
-        """Positions of an epoch: the number of samples."""
+        """The number of positions of an epoch, which is the number of samples."""
         self.digest = hashlib.sha256(self.counts.astype("<i8").tobytes() + repr(window).encode()).hexdigest()
-        """Differs where shards have other numbers of samples, or the window is another."""
+        """Changes if the numbers of samples or the window change."""
         self._kept: tuple[tuple[int, int], Indices, Indices] | None = None
 
     def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """The indices of the samples at `positions` of an epoch: int64, in the shape of `positions`.
 
         Raises:
-            IndexError: a position is outside of the epoch.
+            IndexError: a position is outside the epoch.
         """
         flat = np.asarray(positions, np.int64).reshape(-1)
         if flat.size and not 0 <= flat.min() <= flat.max() < self.length:
-            raise IndexError(f"positions from {flat.min()} to {flat.max()} are outside of range({self.length})")
+            raise IndexError(f"positions from {flat.min()} to {flat.max()} are outside range({self.length})")
         shards, ends = self._shards(seed, epoch)
         places = self._within_windows(flat, seed, epoch)
         turns = np.searchsorted(ends, places, side="right")

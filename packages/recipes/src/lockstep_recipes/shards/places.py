@@ -16,9 +16,9 @@ class Place:
     size: int
     """Bytes."""
     tag: str = ""
-    """Changes with the content: the time of change, or what the server calls ETag. Empty: it is not known."""
+    """Changes with the content: the modification time, or the server's ETag. Empty: unknown."""
     about: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What an index says about the shard, if its format needs it."""
+    """What an index records about the shard, if its format needs it."""
 
 
 def scheme(url: str) -> str:

@@ -1,4 +1,5 @@
-"""Any data set, or any iterable, as shards: whole or absent each, so that a killed writing goes on where it was."""
+"""Write any data set or iterable as shards. Each shard is complete or absent, so an interrupted write continues where
+it stopped."""
 
 from __future__ import annotations
 
@@ -25,26 +26,28 @@ from lockstep_recipes.shards.find import INDEX, PROGRESS, VERSION, Shard
 from lockstep_recipes.shards.kept import Kept
 from lockstep_recipes.shards.places import Place, scheme
 
-_AT_ONCE = 8192  # places of shuffled samples that are computed together
+_AT_ONCE = 8192  # positions of shuffled samples that are computed together
 
 
 @dataclass(frozen=True)
 class Written:
-    """What is in the folder."""
+    """The names in the folder."""
 
     index: Mapping[str, Any]
     """The content of index.json."""
     resumed: int
-    """Samples that were there before."""
+    """Samples that were written earlier."""
 
 
 class _Folder:
-    """The folder that is written: local, or of a file system of fsspec."""
+    """The output folder: local, or on an fsspec file system."""
 
     def __init__(self, out: str, options: Mapping[str, Any]) -> None:
         self.out, self.system = out.rstrip("/"), None
         if scheme(out) in ("http", "https"):
-            raise UsageError("HTTP takes no files", where=out, remedy="give a folder, or an address such as s3://")
+            raise UsageError(
+                "cannot write to HTTP addresses", where=out, remedy="give a folder, or an address such as s3://"
+            )
         if scheme(out):
             self.system = Files(options, Kept(1)).system(out)
         else:
@@ -52,7 +55,7 @@ class _Folder:
                 Path(out).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UsageError(
-                    f"no folder can be made: {error.strerror}", where=out, remedy="give another folder"
+                    f"cannot create the folder: {error.strerror}", where=out, remedy="give a different folder"
                 ) from error
 
     def names(self) -> set[str]:
@@ -64,13 +67,15 @@ class _Folder:
         return {os.path.basename(name) for name in tried(self.out, lambda: system.ls(self.out, detail=False))}
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all: an object of a bucket is there when all of it is."""
+        """Write a file atomically: an object of a bucket appears only when it is complete."""
         if self.system is None:
             try:
                 with atomic.staged_file(Path(self.out, name)) as staging:
                     staging.write_bytes(data)
-            except OSError as error:  # the disk is full, or another writer has taken its files away
-                remedy = "make room, and let one command write; the same command then goes on from there"
+            except OSError as error:  # the disk is full, or another writer removed its files
+                remedy = (
+                    "free disk space, and run only one writing command; then run the same command again to continue"
+                )
                 what = f"cannot be written: {error.strerror}"
                 raise DataError(what, where=f"{self.out}/{name}", remedy=remedy) from error
         else:
@@ -101,23 +106,23 @@ def write(
     options: Mapping[str, Any] | None = None,
     tell: Callable[[str, int], None] = lambda name, count: None,
 ) -> Written:
-    """Write shards and their index. The same call goes on after a kill: finished shards stay.
+    """Write shards and their index. After a kill, the same call continues: finished shards are kept.
 
     Args:
-        samples: a data set with length and index, or an iterable that gives the same samples each time.
+        samples: a data set with length and index, or an iterable that returns the same samples each time.
         out: a folder, or an address of fsspec.
         kind: a format, a name of `SUFFIXES`. None: the one that fits the first sample.
-        shard_bytes: about the bytes of a shard.
-        shuffle: a seed to shuffle all samples with. None: they stay in their order.
-        source: the name of the samples, which must be the same when the writing goes on.
-        options: `storage_options` of fsspec.
+        shard_bytes: the approximate size of a shard in bytes.
+        shuffle: a seed to shuffle all samples with. None: they keep their order.
+        source: the name of the samples, which must be the same when writing continues.
+        options: fsspec's `storage_options`.
         tell: gets the name of a finished shard, and its number of samples.
 
     Raises:
-        UsageError: the folder has other files, or the writing of another source; samples without length are to be
-            shuffled.
-        DataError: there are no samples, the format cannot hold one, or a writing that goes on gets other samples than
-            before.
+        UsageError: the folder contains other files, or shards of a different source; or `shuffle` is set but the
+            samples do not have a length.
+        DataError: there are no samples, the format cannot store one, or the samples differ from those that were written
+            earlier.
     """
     folder = _Folder(out, options or {})
     state = _begun(folder, {"source": source, "shard_bytes": shard_bytes, "shuffle": shuffle}, kind)
@@ -159,26 +164,26 @@ def write(
 
 
 def _check_source(samples: Any, index: Mapping[str, Any], shuffle: int | None, out: str) -> None:
-    """Compare a data set with the shards that were made of it: its number of samples, and the last one.
+    """Compare a data set with the shards that were made from it: the number of samples, and the last sample.
 
     Raises:
         DataError: they differ.
     """
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__") or isinstance(samples, IterableDataset):
         return
-    count, remedy = index["samples"], "empty this folder, and write all anew"
+    count, remedy = index["samples"], "empty this folder, and write all shards again"
     if len(samples) != count:
-        raise DataError(f"it has {count:,} samples, and the source {len(samples):,} now", where=out, remedy=remedy)
+        raise DataError(f"it has {count:,} samples, but the source now has {len(samples):,}", where=out, remedy=remedy)
     (last,) = _places(count - 1, count, shuffle)
     if index.get("end") not in (None, digest_of(samples[last])):
-        raise DataError("the source has other samples now", where=out, remedy=remedy)
+        raise DataError("the samples of the source have changed", where=out, remedy=remedy)
 
 
 def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
-    """The state of a writing that begins or goes on; or, without `last`, the index of one that has ended.
+    """The state of a write that starts or continues; or, without `last`, the index of a finished one.
 
     Args:
-        settings: what must be the same when the writing goes on, besides the format.
+        settings: what must be the same when writing continues, in addition to the format.
     """
     names = folder.names()
     if INDEX in names or PROGRESS in names:
@@ -188,16 +193,20 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
             raise UsageError(what, where=folder.out, remedy="give an empty or a new folder")
         found = {key: state["written"].get(key) for key in settings}
         if found != settings or (kind or state["format"]) != state["format"]:
-            what = f"the folder has shards that were written in another way: {found}, {state.get('format')}"
-            raise UsageError(what, where=folder.out, remedy="give another folder, or empty this one")
+            what = (
+                f"the folder contains shards that were written with different settings: {found}, {state.get('format')}"
+            )
+            raise UsageError(what, where=folder.out, remedy="give a different folder, or empty this one")
         if missing := [shard["name"] for shard in state["shards"] if shard["name"] not in names]:
-            what = f"{len(missing)} of the shards that were written are not there, such as {missing[0]}"
-            raise DataError(what, where=folder.out, remedy="bring them back, or empty this folder and write all anew")
+            what = f"{len(missing)} of the shards that were written are missing, such as {missing[0]}"
+            raise DataError(
+                what, where=folder.out, remedy="restore them, or empty this folder and write all shards again"
+            )
         if INDEX in names and PROGRESS in names:
             folder.remove(PROGRESS)
         return state
     if others := [name for name in names if not name.startswith(".")]:
-        what = f"the folder has files already, such as {min(others)}"
+        what = f"the folder already contains files, such as {min(others)}"
         raise UsageError(what, where=folder.out, remedy="give an empty or a new folder")
     state = {"lockstep": VERSION, "format": kind, "samples": 0, "shards": [], "last": "", "written": settings}
     folder.put(PROGRESS, json.dumps(state).encode())
@@ -205,14 +214,14 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
 
 
 def _entry(name: str, data: bytes, samples: int, kind: str) -> dict[str, Any]:
-    """The shard in the index. It is counted as readers count it."""
+    """The index entry of a shard. Its samples are counted as readers count them."""
     try:
         counted = count(Shard(Place(name, len(data)), kind), io.BytesIO(data))
     except DataError as error:
-        raise DataError(error.what, where=error.where, remedy="give other names to samples and values") from error
+        raise DataError(error.what, where=error.where, remedy="rename samples and values") from error
     if counted.samples != samples:
-        what = f"{samples} samples were written, and a reader counts {counted.samples}"
-        raise DataError(what, where=name, remedy="give another --format")
+        what = f"{samples} samples were written, but a reader counts {counted.samples}"
+        raise DataError(what, where=name, remedy="give a different --format")
     blocks = {"ends": counted.ends, "begins": counted.begins, "stops": counted.stops}
     return {"name": name, "bytes": len(data), "samples": samples} | blocks
 
@@ -224,22 +233,24 @@ def _places(begin: int, length: int, shuffle: int | None) -> Iterator[int]:
 
 
 def _after(samples: Any, shuffle: int | None, begin: int, last: str, out: str) -> Iterator[Any]:
-    """The samples from number `begin` on. The one before it must be the last one that was written.
+    """The samples from number `begin`. The one before it must be the last one that was written.
 
     Args:
         last: the digest of the last sample that was written.
     """
     has_index = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
-    has_index &= not isinstance(samples, IterableDataset)  # it inherits an index that it has not
+    has_index &= not isinstance(samples, IterableDataset)  # it inherits an index that does not work
     if has_index:
         length = len(samples)
         found: Iterator[Any] = (samples[place] for place in _places(max(0, begin - 1), length, shuffle))
     else:
         if shuffle is not None:
             what = "the samples have no length and no index, so they cannot be shuffled"
-            raise UsageError(what, where="--shuffle", remedy="leave it out, or give a data set with len() and [index]")
+            raise UsageError(what, where="--shuffle", remedy="remove it, or give a data set with len() and [index]")
         found = itertools.islice(iter(samples), max(0, begin - 1), None)
     if begin and digest_of(next(found, None)) != last:
-        what = f"sample {begin - 1} is not the one that was written: the source gives other samples than before"
-        raise DataError(what, where=out, remedy="give a source that is the same each time, or empty this folder")
+        what = f"sample {begin - 1} differs from the one that was written: the source has changed"
+        raise DataError(
+            what, where=out, remedy="give a source that returns the same samples each time, or empty this folder"
+        )
     return found

@@ -1,1 +1,1 @@
-"""A recipe's code is one file."""
+"""The tasks of the recipes."""

@@ -1,4 +1,4 @@
-"""A name for arrays of any type of numbers."""
+"""A type alias for arrays of any number type."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Metrics of classes from counts. A batch is counted without waiting for the device, in a few operations.
+"""Class metrics from counts. Counting a batch takes a few operations and does not wait for the device.
 
-The numbers are those of torchmetrics. Its confusion matrix and its F1 use `torch.bincount`, for which the host waits.
+The results equal those of torchmetrics, whose confusion matrix and F1 use `torch.bincount`, which makes the host wait.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torchmetrics import Metric, MetricCollection
 
 from lockstep_recipes.tasks.counting import counted
 
-_MOST_CLASSES = 4096  # with a confusion matrix: it has 16 million counts then
+_MOST_CLASSES = 4096  # limit for a confusion matrix, which then has 16 million counts
 
 
 def class_metrics(classes: int, *, top_k: int = 1) -> dict[str, Metric]:
-    """`accuracy`, `accuracy_top<k>` (where there are more classes than that), `macro_f1`, and the matrix `confusion`.
+    """`accuracy`, `accuracy_top<k>` (if there are more than k classes), `macro_f1`, and the matrix `confusion`.
 
-    `update_class_metrics` feeds them.
+    `update_class_metrics` updates them.
     """
     metrics: dict[str, Metric] = {"accuracy": ShareRight()}
     if 1 < top_k < classes:
@@ -29,7 +29,7 @@ def class_metrics(classes: int, *, top_k: int = 1) -> dict[str, Metric]:
 
 
 def update_class_metrics(metrics: MetricCollection, probabilities: Tensor, labels: Tensor) -> None:
-    """Feed a batch to the metrics that `class_metrics` made.
+    """Update the metrics that `class_metrics` made with a batch.
 
     Args:
         probabilities: (samples, classes).
@@ -39,7 +39,7 @@ def update_class_metrics(metrics: MetricCollection, probabilities: Tensor, label
 
 
 class ShareRight(Metric):
-    """The share of the samples whose class is among the `top_k` most probable classes."""
+    """The fraction of samples whose class is among the `top_k` most probable classes."""
 
     higher_is_better = True
     full_state_update = False
@@ -74,12 +74,12 @@ class MacroF1(Metric):
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.classes = classes
-        # By class: samples, predictions, right predictions.
+        # By class: samples, predictions, correct predictions.
         self.add_state("counts", torch.zeros(3, classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, probabilities: Tensor, predicted: Tensor, labels: Tensor) -> None:
         """Count a batch, see `ShareRight`."""
-        # What is not right is counted in a class of its own, which is left out.
+        # Incorrect predictions are counted in an extra class, which is dropped.
         places = torch.stack([labels, predicted, torch.where(predicted == labels, labels, self.classes)])
         places += torch.arange(3, device=places.device).unsqueeze(1) * (self.classes + 1)
         self.counts += counted(places, 3 * (self.classes + 1)).reshape(3, -1)[:, :-1]
@@ -97,7 +97,7 @@ class Confusion(Metric):
 
     full_state_update = False
     gives_numbers = False
-    """Its result is drawn, and is no figure of the log. So it is not counted in training."""
+    """Its result is drawn rather than logged as a number, so it is not counted in training."""
     counts: Tensor
 
     def __init__(self, classes: int) -> None:
@@ -114,11 +114,11 @@ class Confusion(Metric):
 
 
 class ConfusionByLabel(Metric):
-    """Where a sample may have several labels: the number of samples by (label, has it, is said to have it)."""
+    """For samples with several labels: the number of samples by (label, has it, is predicted to have it)."""
 
     full_state_update = False
     gives_numbers = False
-    """Its result is drawn, and is no figure of the log. So it is not counted in training."""
+    """Its result is drawn rather than logged as a number, so it is not counted in training."""
     counts: Tensor
 
     def __init__(self, labels: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights of classes in the loss, and where they are needed: on the device of the logits."""
+"""Weights of classes in the loss, on the device of the logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def class_weights(
     """The weight of each class: (classes,) float32. None: all weights are 1.
 
     Args:
-        wanted: `balanced`, or weights by class; other classes have the weight 1.
+        wanted: `balanced`, or weights by class; all other classes have the weight 1.
         labels: names of the classes.
         count: returns the number of training samples of each class, for `balanced`: the weight of a class is the number
             of samples / (the number of classes x its samples). A class without training samples has the weight 1.
@@ -38,14 +38,15 @@ def class_weights(
 
 
 class OnDevice:
-    """A tensor on the CPU, and its last copy elsewhere: a copy in every step would wait for the device."""
+    """A tensor on the CPU, with a cached copy on the device: copying in every step would wait for the device."""
 
     def __init__(self, tensor: Tensor | None) -> None:
         self.tensor = tensor
         self._copy = tensor
 
     def like(self, other: Tensor) -> Tensor | None:
-        """The tensor on the device of `other`, in its number format, but not in 16 bits, which would round it."""
+        """The tensor on the device of `other`, in its number format, except for 16-bit formats, which would round
+        it."""
         if self.tensor is None or self._copy is None:
             return None
         dtype = torch.promote_types(other.dtype, torch.float32)

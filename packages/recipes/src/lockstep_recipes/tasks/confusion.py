@@ -1,4 +1,4 @@
-"""Confusion matrices as text for people."""
+"""Confusion matrices as readable text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-_MATRIX = 12  # classes up to which the whole matrix is shown
-_PAIRS = 10  # pairs of classes that are shown if there are more classes
+_MATRIX = 12  # up to this many classes, the whole matrix is shown
+_PAIRS = 10  # pairs of classes that are shown if there are more
 _WIDE = 24  # characters of a class name
-_CLASSES = 8  # classes up to which all counts are listed
+_CLASSES = 8  # up to this many classes, all counts are listed
 
 
 def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
@@ -37,15 +37,15 @@ def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
 
 
 def confusions(confusion: Tensor, labels: Sequence[str]) -> str:
-    """The matrix of truth by prediction. With many classes: the pairs of classes that are confused most."""
+    """The matrix of truth by prediction. With many classes, only the pairs that are confused most."""
     if len(labels) > _MATRIX:
         errors = confusion.clone().fill_diagonal_(0)
         order = errors.flatten().argsort(descending=True, stable=True)[:_PAIRS].tolist()
         pairs = [
             (int(errors.flatten()[place]), labels[place // len(labels)], labels[place % len(labels)]) for place in order
         ]
-        lines = [f"  {count:6,}  {truth} taken for {said}" for count, truth, said in pairs if count]
-        return "\n".join(["  confused most:", *lines]) if lines else "  nothing was confused"
+        lines = [f"  {count:6,}  {truth} predicted as {said}" for count, truth, said in pairs if count]
+        return "\n".join(["  most confused:", *lines]) if lines else "  no sample was misclassified"
     rows = [["truth \\ prediction", *(_short(label) for label in labels)]]
     for label, row in zip(labels, confusion.tolist(), strict=True):
         rows.append([_short(label), *(f"{int(count):,}" for count in row)])
@@ -53,7 +53,7 @@ def confusions(confusion: Tensor, labels: Sequence[str]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table: its first column stands at the left, the others at the right."""
+    """The lines of a table: the first column is left-aligned, all others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -63,7 +63,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Classes with their counts. With many classes: the most and the least frequent."""
+    """Classes with their counts. With many classes, only the most and the least frequent."""
     ordered = sorted(counts.items(), key=lambda item: -item[1]) if len(counts) > _CLASSES else list(counts.items())
     if len(ordered) <= _CLASSES:
         return ", ".join(f"{name} {count:,}" for name, count in ordered)

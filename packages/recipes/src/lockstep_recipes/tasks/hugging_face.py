@@ -1,4 +1,5 @@
-"""Hugging Face models of any kind of classification: from the hub, from a local folder, or new by architecture."""
+"""Hugging Face models for any kind of classification: from the hub, from a local folder, or new from an
+architecture."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 PROCESSOR = "preprocessor_config.json"
 OTHER_LAYERS = "config_of_other_layers.json"
-"""The config of an exported model that transformers cannot make."""
+"""The file name of the config of an exported model that transformers cannot build."""
 
 
 def import_transformers(kind: str, extra: str) -> Any:
     """The module `transformers`.
 
     Args:
-        kind: the kind of task that needs it, for the error.
+        kind: the kind of task that needs it, for the error message.
         extra: the extra of this package that installs it.
 
     Raises:
@@ -44,11 +45,11 @@ def load(loading: Callable[..., Any], what: str, name: str | Path, where: str = 
     """`loading(name, **options)`, where `loading` is a function `from_pretrained` of transformers.
 
     Args:
-        what: is loaded, for the error.
-        where: the key that gives the name.
+        what: what is loaded, for the error message.
+        where: the config key with the name.
 
     Raises:
-        UsageError: it cannot be loaded. The error says what was looked for, and where.
+        UsageError: it cannot be loaded. The error names what was looked for, and where.
     """
     transformers: Any = importlib.import_module("transformers")
 
@@ -84,10 +85,10 @@ def new_config(
     Args:
         scratch: its `architecture` is a model type of transformers, such as `bert`, and its `sizes` are keys of the
             architecture's config, such as `hidden_size`.
-        known: the model types that there are.
-        what: they do, for the error.
+        known: the available model types.
+        what: what they do, for the error message.
         defaults: called with the config's class and the names of its keys, returns values of keys that `sizes` lacks.
-        hint: is added to the remedy for an unknown key.
+        hint: text added to the remedy for an unknown key.
 
     Raises:
         UsageError: the architecture or a key is unknown. The error lists all that are known.
@@ -118,16 +119,15 @@ def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool = False)
 
 
 def check_labels(config: Any, labels: Sequence[str], *, head: str, name: str, new_head: bool) -> list[str]:
-    """The labels in the order that the model has. If the model does not classify, or has other names: `labels` as they
-    are.
+    """The labels in the order of the model. If the model does not classify, or has different names, `labels` unchanged.
 
     Args:
-        head: a part of the names of classes that classify, such as `ForSequenceClassification`.
-        name: the model's name, for the error.
+        head: a substring of the names of classifier classes, such as `ForSequenceClassification`.
+        name: the model's name, for the error message.
         new_head: whether the model's last layer is replaced.
 
     Raises:
-        UsageError: the model classifies into another number of classes, and its last layer is not replaced.
+        UsageError: the model has a different number of classes, and its last layer is not replaced.
     """
     classifies = any(head in architecture for architecture in config.architectures or [])
     if not classifies or new_head:
@@ -135,7 +135,7 @@ def check_labels(config: Any, labels: Sequence[str], *, head: str, name: str, ne
     theirs = [config.id2label[number] for number in range(config.num_labels)]
     if len(theirs) != len(labels):
         classes = f"{name} classifies into {len(theirs)} labels ({listed(theirs)})"
-        remedy = "set task.new_head=true to replace its last layer, or use data with its labels"
+        remedy = "set task.new_head=true to replace its last layer, or use data with these labels"
         raise UsageError(f"{classes}, the data has {len(labels)} ({listed(labels)})", where="task.model", remedy=remedy)
     return theirs if set(theirs) == set(labels) else list(labels)
 
@@ -148,15 +148,15 @@ def make_model(
     Args:
         auto: a class of transformers such as `AutoModelForSequenceClassification`.
         name: the pretrained model. None: all weights are new.
-        what: the model does, for the error.
-        new_head: replace the last layer of the pretrained model. A missing last layer is always new.
-        dtype: of the weights. Updates of half-precision weights vanish in rounding.
+        what: what the model does, for the error message. new_head: replace the last layer of the pretrained model. A
+            missing last layer is always new.
+        dtype: the number format of the weights. In half precision, small updates are lost to rounding.
 
     Returns:
         the model, and the names of the weights that the pretrained model lacks.
 
     Raises:
-        UsageError: the weights cannot be loaded, or belong to another architecture.
+        UsageError: the weights cannot be loaded, or belong to a different architecture.
     """
     transformers: Any = importlib.import_module("transformers")
 
@@ -174,7 +174,7 @@ def make_model(
     except (ValueError, KeyError) as error:
         kind = getattr(config, "model_type", type(config).__name__)
         what = f"transformers has no {what} for {kind!r}: {first_line(error)}"
-        raise UsageError(what, where="task.model", remedy="use another model") from error
+        raise UsageError(what, where="task.model", remedy="use a different model") from error
     missing = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     body = [weight for weight in model.state_dict() if weight.startswith(f"{model.base_model_prefix}.")]
     if body and set(body) <= set(missing):
@@ -187,8 +187,8 @@ def make_model(
 def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Path) -> list[str]:
     """Write the configs of a model and of its image processor, which `transformers.pipeline` reads.
 
-    transformers makes the model from the config. If it made other layers (BatchNorm, where GroupNorm has taken its
-    place), it would fill them with new values, and only log this. Then the config gets another name, under which
+    transformers builds the model from the config. If that resulted in different layers (BatchNorm instead of
+    GroupNorm), it would initialise them, and only log this. In that case the config gets a different name, so that
     transformers does not find it.
 
     Args:
@@ -196,13 +196,13 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
         folder: where the weights will be.
 
     Returns:
-        warnings for whoever exports.
+        warnings for the user.
     """
     warnings = []
     if len(processor["image_mean"]) == 1:
         warnings.append(
-            "transformers.pipeline makes RGB of every picture, which this model of grey pictures cannot take. "
-            "AutoImageProcessor and the model can be used directly, with grey pictures (mode L of PIL)"
+            "transformers.pipeline converts every image to RGB, but this model takes grey images. Use "
+            "AutoImageProcessor and the model directly, with grey images (PIL mode L)"
         )
     with torch.device("meta"):
         theirs = type(model)(copy.deepcopy(model.config)).state_dict()
@@ -214,15 +214,16 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
     (folder / OTHER_LAYERS).write_text(config_for_pipeline(model).to_json_string())
     return [
         *warnings,
-        f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. So "
-        f"the config is called {OTHER_LAYERS}; lockstep --explain images shows how to load it. Models that are "
-        "trained with "
-        "task.batch_norm=batch, sync or frozen can be loaded as usual; model.pt2 and use_model.py need no transformers",
+        f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. "
+        f"The config is therefore named {OTHER_LAYERS}; lockstep --explain images shows how to load it. Models trained "
+        "with task.batch_norm=batch, sync or frozen load as usual; model.pt2 and use_model.py do not need transformers",
     ]
 
 
 def config_for_pipeline(model: Any) -> Any:
     """The config of `model` with the name of its class, which `transformers.pipeline` needs."""
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(getattr(model, "get_base_model", lambda: model)()).__name__]  # of peft's model
+    config.architectures = [
+        type(getattr(model, "get_base_model", lambda: model)()).__name__
+    ]  # the model inside peft's model
     return config

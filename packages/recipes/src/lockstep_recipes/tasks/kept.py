@@ -1,4 +1,4 @@
-"""A base of tasks that keep with the run what they learn from their data and their model."""
+"""Base class for tasks that store with the run what they derive from their data and their model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.core.task import Task
 
 
 def keep(folder: Path, name: str, save: Callable[[Path], None]) -> None:
-    """Write files into the folder that is kept with a run. Do nothing if they are there.
+    """Write files to the folder that is kept with a run. Do nothing if they exist.
 
     Args:
-        name: of one of the files.
-        save: writes the files into a folder.
+        name: the name of one of the files.
+        save: writes the files to a folder.
 
     Raises:
         UsageError: the folder cannot be written.
@@ -33,12 +33,12 @@ def keep(folder: Path, name: str, save: Callable[[Path], None]) -> None:
         with atomic.staged_folder(folder, replace=True) as staging, os_errors():
             save(staging)
     except OSError as error:
-        remedy = "choose another place with --run-dir"
+        remedy = "choose a different folder with --run-dir"
         raise UsageError(f"cannot write: {error.strerror}", where=str(folder), remedy=remedy) from error
 
 
 class KeptTask(Task):
-    """A task on two sources, which keeps with the run what it learned from the training source: `about`.
+    """A task with two sources, which stores with the run what it derived from the training source: `about`.
 
     Args:
         options: an object of `TaskOptions`.
@@ -53,7 +53,7 @@ class KeptTask(Task):
     def __init__(self, options: Any, train: str, eval: str | None) -> None:
         self.options, self.train_source, self.eval_source = options, train, eval
         self.folder: Path | None = None
-        """The folder that is kept with the run. None without a run."""
+        """The folder that is kept with the run. None outside a run."""
         self.new_weights: list[str] = []
         """Names of the weights that the pretrained model lacks. Known after `model`."""
         self._trained = False
@@ -75,29 +75,29 @@ class KeptTask(Task):
 
             keep(folder, self.kept, save)
         self.folder = folder
-        for name in ("about", "models", "decided"):  # they come from the file, so that all ranks have the same
+        for name in ("about", "models", "decided"):  # read from the file, so that they are the same on all ranks
             self.__dict__.pop(name, None)
 
     def to_keep(self) -> Any:
-        """The object that a new run keeps."""
+        """The object that a new run stores."""
         return self.about
 
     def save(self, folder: Path) -> None:
-        """Write what a new run keeps besides `about`."""
+        """Write what a new run stores in addition to `about`."""
         raise NotImplementedError
 
     @cached_property
     def about(self) -> Any:
-        """The names of the classes or questions, and what the model expects of pictures."""
+        """The names of the classes or questions, and what the model expects of images."""
         if self.folder is not None:
             return self.about_type(**json.loads((self.folder / self.kept).read_text()))
         return self.learn()
 
     def learn(self) -> Any:
-        """Ask the training data and the model, without a run.
+        """Derive it from the training data and the model, without a run.
 
         Raises:
-            DataError: the training data cannot be read, or have too few classes.
+            DataError: the training data cannot be read, or has too few classes.
         """
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class KeptTask(Task):
 
         Args:
             split: `train` or `eval`.
-            names: those of the training. None: those of the source.
+            names: the names of the training data. None: those of the source.
         """
         raise NotImplementedError
 

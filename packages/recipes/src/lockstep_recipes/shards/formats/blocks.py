@@ -1,4 +1,4 @@
-"""What all formats share: a shard is cut into blocks of samples, each of which is read at once."""
+"""What all formats share: a shard is split into blocks of samples, and each block is read at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.errors import DataError
 from lockstep_recipes.shards.places import Place
 
 BLOCK = 1 << 22
-"""Bytes of a shard that are read at once, at least, if there are so many: it is cut where a sample ends."""
+"""The minimum number of bytes of a shard to read at once. Blocks end where a sample ends."""
 Read = Callable[[int, int], bytes]
 
 
@@ -26,15 +26,15 @@ class Counted:
     begins: list[int] = field(default_factory=list)
     """First byte of each block."""
     stops: list[int] = field(default_factory=list)
-    """The byte behind each block."""
+    """The byte after each block."""
 
     @property
     def samples(self) -> int:
-        """Samples of the shard."""
+        """The number of samples in the shard."""
         return self.ends[-1] if self.ends else 0
 
     def add(self, samples: int, begin: int, stop: int) -> None:
-        """Add samples that lie behind the others. They join the last block while it is small."""
+        """Add samples that follow the others. They join the last block while it is small."""
         if not samples:
             return
         if self.stops and self.stops[-1] - self.begins[-1] < BLOCK:
@@ -43,14 +43,14 @@ class Counted:
             self.add_block(samples, begin, stop)
 
     def add_block(self, samples: int, begin: int, stop: int) -> None:
-        """Add a block that lies behind the others."""
+        """Add a block that follows the others."""
         self.ends.append(self.samples + samples)
         self.begins.append(begin)
         self.stops.append(stop)
 
 
 class Block(Protocol):
-    """Samples that were read at once. Each call makes a new sample, which may be changed."""
+    """Samples that were read together. Each call makes a new sample, which the caller may change."""
 
     nbytes: int
     """Bytes that the block takes in memory."""
@@ -65,7 +65,7 @@ class Format(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The ends of names of shards, in lower case."""
+        """The suffixes of shards, in lower case."""
         ...
 
     def count(self, file: BinaryIO, place: Place) -> Counted:
@@ -84,18 +84,18 @@ class Format(Protocol):
         """The samples in the bytes of a block.
 
         Args:
-            number: of the block in its shard.
+            number: the number of the block in its shard.
         """
         ...
 
 
 def no_head(read: Read, place: Place, counted: Counted) -> tuple[Any, int]:
-    """Of formats whose blocks need nothing else."""
+    """For formats whose blocks need nothing else."""
     return None, 0
 
 
 def damaged(what: str, place: Place, at: str = "") -> DataError:
-    """The error of a shard that cannot be used."""
+    """The error for a shard that cannot be used."""
     return DataError(what, where=f"{place.url}{at}", remedy="copy or write the shard again")
 
 

@@ -11,8 +11,8 @@ from lockstep_recipes.shards.formats.blocks import Counted, Read, damaged
 from lockstep_recipes.shards.places import Place
 
 _PIP = "pyarrow"
-_TAIL = 1 << 16  # bytes at the end of a Parquet file that pyarrow reads at first
-_MAGIC = b"ARROW1\0\0"  # a file begins with it, a stream does not; behind it, the file is a stream
+_TAIL = 1 << 16  # bytes at the end of a Parquet file that pyarrow reads first
+_MAGIC = b"ARROW1\0\0"  # a file starts with it, a stream does not; after it, the file is a stream
 
 
 class Rows:
@@ -22,7 +22,7 @@ class Rows:
         whole = table.combine_chunks()
         if len({*whole.column_names}) < len(whole.column_names):
             twice = next(name for name in whole.column_names if whole.column_names.count(name) > 1)
-            raise DataError(f"several columns are named {twice!r}", where=place.url, remedy="write other names")
+            raise DataError(f"several columns are named {twice!r}", where=place.url, remedy="write different names")
         self.nbytes, self.rows = whole.nbytes, whole.num_rows
         self.columns = list(zip(whole.column_names, whole.columns, strict=True))
 
@@ -73,8 +73,8 @@ class Parquet:
 
 
 class Arrow:
-    """Arrow's IPC format, as a file (Feather) or as a stream (`datasets`). A block is some record batches, and the
-    head is the schema. A file with dictionaries is one block, because they may stand anywhere."""
+    """Arrow's IPC format, as a file (Feather) or as a stream (`datasets`). A block is one or more record batches, and
+    the head is the schema. A file with dictionaries is one block, because they may be anywhere."""
 
     suffixes = (".arrow", ".feather", ".ipc")
 
@@ -115,7 +115,7 @@ class Arrow:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file in memory, at its place in the whole file."""
+    """A range of a file in memory, at its offset in the whole file."""
 
     def __init__(self, data: bytes, begin: int, size: int) -> None:
         self.data, self.begin, self.size, self.at = data, begin, size, 0
@@ -137,6 +137,6 @@ class _Part(io.RawIOBase):
         first = self.at - self.begin
         stop = len(self.data) if size < 0 else first + size
         if not 0 <= first <= stop <= len(self.data):
-            raise OSError(f"{size} bytes at {self.at} are outside of what was read")
+            raise OSError(f"{size} bytes at {self.at} are outside the range that was read")
         self.at += stop - first
         return self.data[first:stop]

@@ -1,4 +1,4 @@
-"""JSON lines: a line is a sample. A file in .gz has no middle to begin at: it is one block."""
+"""JSON lines: a line is a sample. A .gz file can only be read from its start, so it is one block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep_recipes.shards.places import Place
 
 
 class JsonLines:
-    """JSON lines. Lines without a letter are no samples."""
+    """JSON lines. Blank lines are not samples."""
 
     suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
     head = staticmethod(no_head)
@@ -33,7 +33,7 @@ class JsonLines:
 
 
 class Lines:
-    """Lines that become samples when they are asked for."""
+    """Lines that are parsed when a sample is requested."""
 
     def __init__(self, data: bytes) -> None:
         self.lines = [line for line in data.split(b"\n") if line.strip()]

@@ -1,8 +1,8 @@
 """MDS, the format of MosaicML's StreamingDataset, version 2.
 
-A shard begins with the number of samples (uint32) and the byte at which each sample begins and the last one ends
-(uint32 each). A sample begins with the size (uint32) of each column that has no fixed size; its values follow.
-Columns and their encodings stand in `index.json`. The format is described by the source of `mosaicml-streaming`.
+A shard starts with the number of samples (uint32), then the byte offset of each sample and the end of the last one
+(uint32 each). A sample starts with the size (uint32) of each column without a fixed size; the values follow.
+`index.json` contains the columns and their encodings. The source of `mosaicml-streaming` defines the format.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lockstep_recipes.shards.files import module
 from lockstep_recipes.shards.formats.blocks import Counted, Offsets, Read, damaged
 from lockstep_recipes.shards.places import Place
 
-_SHAPES = ("uint8", "uint16", "uint32", "uint64")  # by the two low bits of the byte that has the number of dimensions
+_SHAPES = ("uint8", "uint16", "uint32", "uint64")  # by the two low bits of the byte with the number of dimensions
 _TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}
 _TYPES |= {64: "uint64", 65: "int64", 66: "float64"}
 _SCALARS = {kind: np.dtype(kind) for kind in _TYPES.values()}
 
 
 class Mds:
-    """MDS. A sample is a dict of values by column, pictures as PIL images. A compressed shard is one block."""
+    """MDS. A sample is a dict of values by column, images as PIL images. A compressed shard is one block."""
 
     suffixes = (".mds",)
 
@@ -65,7 +65,9 @@ def _offsets(data: bytes, place: Place) -> Offsets:
     expected = place.about["samples"]
     if len(numbers) != expected + 2 or numbers[0] != expected:
         found = int(numbers[0]) if len(numbers) else 0
-        raise damaged(f"the shard says that it has {found} samples, and index.json says {expected}", place)
+        raise damaged(
+            f"the shard has {found} samples according to its header, but {expected} according to index.json", place
+        )
     return numbers[1:]
 
 
@@ -80,12 +82,12 @@ def _unpacked(data: bytes, place: Place) -> bytes:
         return bytes(pyarrow.decompress(data, decompressed_size=place.about["bytes"], codec="snappy", asbytes=True))
     names = {"br": "brotli", "zstd": "zstd"}
     if kind not in names:
-        raise DataError(f"the compression {kind!r} is not known", where=place.url, remedy="write the shards again")
+        raise DataError(f"unknown compression {kind!r}", where=place.url, remedy="write the shards again")
     return bytes(pyarrow.CompressedInputStream(pyarrow.BufferReader(data), names[kind]).read())
 
 
 class Samples:
-    """Samples of a shard that are decoded when they are asked for.
+    """Samples of a shard that are decoded on request.
 
     Args:
         offsets: where each sample begins in `data`, and where the last one ends.
@@ -114,7 +116,7 @@ def decoded(encoding: str, data: bytes) -> Any:
     """A value of a column.
 
     Raises:
-        DataError: the encoding is `pkl`, which may run any code, or is not known.
+        DataError: the encoding is unknown, or is `pkl`, which can run arbitrary code.
     """
     kind, _, details = encoding.partition(":")
     if kind in _SCALARS:
@@ -125,13 +127,15 @@ def decoded(encoding: str, data: bytes) -> Any:
         inner = "jpeg" if kind.startswith("jpeg") else kind[5:-1]
         return [decoded(inner, part) for part in _list(data[4:] if kind.startswith("list") else data)]
     if kind not in _DECODERS:
-        remedy = "write the shards again with another encoding: `lockstep shards` reads a function that makes samples"
-        raise DataError(f"columns with the encoding {encoding!r} are not read", remedy=remedy)
+        remedy = (
+            "write the shards again with a different encoding: `lockstep shards` accepts a function that makes samples"
+        )
+        raise DataError(f"columns with the encoding {encoding!r} are not supported", remedy=remedy)
     return _DECODERS[kind](data)
 
 
 def _array(details: str, data: bytes) -> Any:
-    """Type and shape stand in the encoding, or before the values."""
+    """Type and shape are in the encoding, or precede the values."""
     given = details.split(":") if details else []
     at = 0
     if given:
@@ -157,7 +161,7 @@ def _picture(data: bytes) -> Any:
     return module("PIL.Image", "pillow", where="MDS").open(io.BytesIO(data))
 
 
-def _raw_picture(data: bytes) -> Any:
+def _raw_image(data: bytes) -> Any:
     width, height, letters = np.frombuffer(data, "<u4", 3).tolist()
     mode = data[12 : 12 + letters].decode()
     return module("PIL.Image", "pillow", where="MDS").frombytes(mode, (width, height), data[12 + letters :])
@@ -173,5 +177,5 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "jpeg": _picture,
     "png": _picture,
-    "pil": _raw_picture,
+    "pil": _raw_image,
 }

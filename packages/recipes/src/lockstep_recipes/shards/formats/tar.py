@@ -15,19 +15,19 @@ from lockstep_recipes.shards.places import Place
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _BLOCK = 512  # bytes of a block of a tar file
 _END = 2 * _BLOCK  # bytes of the end mark, which are zeros
-_LOOKED_AT = 1 << 16  # bytes behind the last member
+_LOOKED_AT = 1 << 16  # bytes after the last member
 _RECORD = 20 * _BLOCK  # tar adds zeros to the end mark until the file is a multiple of this
 
 
 def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The members that are no folders, in order.
+    """The members that are not folders, in order.
 
     Args:
         shard: the name of the shard, for errors.
 
     Raises:
-        DataError: the shard is no tar file, ends too early, or has further bytes behind its end mark. Many zeros count
-            too: they may fill a copy that was cut off.
+        DataError: the shard is not a tar file, ends too early, or has further bytes after its end mark. Many zeros
+            count too: they may be the padding of a truncated copy.
     """
     last, end = "", 0
     remedy = "copy or make the shard again"
@@ -50,30 +50,30 @@ def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     tail = file.read(_LOOKED_AT)
     if len(tail) < _BLOCK:
         name = os.path.basename(str(shard))
-        fill = f"{remedy}; if it is whole, add the mark: head -c 1024 /dev/zero >> {name}"
+        fill = f"{remedy}; if it is complete, add the mark: head -c 1024 /dev/zero >> {name}"
         raise DataError("the shard ends without an end mark", where=f"{shard}, after member {last}", remedy=fill)
-    if any(tail[:_BLOCK]):  # tarfile takes a header that is no header for the end
-        what = "the shard is damaged: no header follows"
+    if any(tail[:_BLOCK]):  # tarfile takes an invalid header for the end
+        what = "the shard is damaged: the next header is invalid"
         raise DataError(what, where=f"{shard}, after member {last}", remedy=remedy)
     if any(tail):
-        what = "there are bytes behind the end mark, which may be further members"
-        joined = "shards that were joined with `cat` must be kept apart"
+        what = "there are bytes after the end mark, which may be further members"
+        joined = "keep shards separate instead of joining them with `cat`"
         raise DataError(what, where=f"{shard}, after member {last}", remedy=joined)
     padded = -(-(end + _END) // _RECORD) * _RECORD
     if size > padded:
-        what = f"{size - end:,} zeros follow, and an end mark has at most {padded - end:,}: further members may be lost"
-        cut = f"{remedy}; if it is whole, cut the zeros off: truncate -s {padded} {os.path.basename(str(shard))}"
+        what = f"{size - end:,} zeros follow, but an end mark has at most {padded - end:,}: further members may be lost"
+        cut = f"{remedy}; if it is complete, cut off the zeros: truncate -s {padded} {os.path.basename(str(shard))}"
         raise DataError(what, where=f"{shard}, after member {last or 'none'}", remedy=cut)
 
 
 def behind(member: tarfile.TarInfo) -> int:
-    """The byte behind a member, where the next header may begin."""
+    """The byte after a member, where the next header may start."""
     return member.offset_data + -(-member.size // _BLOCK) * _BLOCK
 
 
 def parts(name: str) -> tuple[str, str] | None:
-    """KEY and extension of a member, as WebDataset cuts its name: at the first dot behind the last slash. None: the
-    member belongs to no sample."""
+    """KEY and extension of a member. As in WebDataset, its name is split at the first dot after the last slash. None:
+    the member does not belong to a sample."""
     folder, slash, file = name.rpartition("/")
     stem, dot, extension = file.partition(".")
     if not stem or not dot or (stem.startswith("__") and stem.endswith("__")):
@@ -97,18 +97,26 @@ class Tar:
             at = f", member {member.name}"
             if not member.isreg() or member.issparse():
                 remedy = "pack with `tar --hard-dereference --dereference` and without --sparse"
-                raise DataError("the member is no plain file", where=f"{place.url}{at}", remedy=remedy)
+                raise DataError("the member is not a regular file", where=f"{place.url}{at}", remedy=remedy)
             if found[0] != key:
                 counted.add(bool(extensions), begin, end)
                 key, extensions, begin = found[0], set[str](), member.offset
                 if key in seen:
                     remedy = "pack the members of a sample next to each other: `tar --sort=name`"
-                    raise DataError(f"KEY {key} is there twice, apart", where=f"{place.url}{at}", remedy=remedy)
+                    raise DataError(
+                        f"KEY {key} occurs twice, with other members in between",
+                        where=f"{place.url}{at}",
+                        remedy=remedy,
+                    )
                 seen.add(key)
             if found[1] in extensions:
                 raise damaged(f"a second member of KEY {key} with the extension {found[1]}", place, at)
             if found[1] == "__key__":
-                raise DataError("__key__ is no extension", where=f"{place.url}{at}", remedy="give it another extension")
+                raise DataError(
+                    "__key__ is not allowed as an extension",
+                    where=f"{place.url}{at}",
+                    remedy="give it a different extension",
+                )
             extensions.add(found[1])
             end = behind(member)
         counted.add(bool(extensions), begin, end)
@@ -119,7 +127,7 @@ class Tar:
 
 
 class Members:
-    """The samples of a part of a tar file."""
+    """The samples in a range of a tar file."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -148,10 +156,10 @@ def _by_tarfile(data: bytes) -> list[tuple[str, int, int]]:
 
 
 def quickly(data: bytes) -> list[tuple[str, int, int]] | None:
-    """The name, the first byte and the size of the files in a part of a tar file; ten times as fast as `tarfile`.
+    """The name, first byte and size of the files in a range of a tar file; ten times as fast as `tarfile`.
 
     Returns:
-        None, where a header is of another kind than most: then only `tarfile` knows.
+        None, if a header is of an unusual kind: then only `tarfile` can read it.
     """
     at, found = 0, []
     while at < len(data):
@@ -165,7 +173,7 @@ def quickly(data: bytes) -> list[tuple[str, int, int]] | None:
             prefix = head[345:500].partition(b"\0")[0] if head[262:263] == b"\0" else b""  # GNU has other fields there
             full = prefix + b"/" + name if prefix else name
             found.append((full.decode("utf-8", "surrogateescape"), at, size))
-        elif kind == b"x":  # the next header in more words: most have a time with fractions
+        elif kind == b"x":  # an extended header for the next member: most contain a fractional time
             words = data[at : at + size]
             if b" path=" in words or b" size=" in words or b" GNU." in words:
                 return None

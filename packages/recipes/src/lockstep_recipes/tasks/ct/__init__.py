@@ -1,1 +1,1 @@
-"""Risks of patients from CT volumes: yes/no questions, many of whose answers are unknown."""
+"""Predict risks of patients from CT volumes: yes/no questions. Many answers may be unknown."""

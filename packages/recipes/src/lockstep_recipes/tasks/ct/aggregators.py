@@ -1,8 +1,8 @@
-"""From features of slices to one vector per volume, and how much each slice had a part in the vector.
+"""Combine the features of slices into one vector per volume, with the weight of each slice.
 
 All aggregators have the same interface: `forward(features, counts, positions, longest)` takes the slices of all volumes
-one after another, and returns a vector per volume and a weight per slice. The weights of a volume sum to 1. No volume
-has an influence on the result of another volume.
+one after another, and returns a vector per volume and a weight per slice. The weights of a volume sum to 1. The result
+of a volume does not depend on the other volumes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks.ct.options import AggregatorOptions
 
-_LOWEST = 1e-3  # angular frequency per mm: a wave is longer than a body, while the highest is about a slice distance
+_LOWEST = 1e-3  # angular frequency per mm: the longest wave is longer than a body, the shortest about a slice distance
 
 
 class Pooled(NamedTuple):
@@ -33,11 +33,11 @@ def make_aggregator(options: AggregatorOptions, features: int) -> nn.Module:
     """An aggregator by name.
 
     Args:
-        options: the name and the sizes. With `mean` the width is `features`, whatever is given.
-        features: length of the feature vector of a slice.
+        options: the name and the sizes. With `mean`, the width is always `features`.
+        features: the length of the feature vector of a slice.
 
     Raises:
-        UsageError: the width is no multiple of the heads, or is odd.
+        UsageError: the width is not a multiple of the number of heads, or is odd.
     """
     width = options.width
     if options.name == "transformer":
@@ -50,7 +50,7 @@ def position_encoding(positions: Tensor, width: int) -> Tensor:
     """Sines and cosines of positions in millimetres: (..., width).
 
     The formula is that of Vaswani et al. 2017, arXiv:1706.03762, section 3.5, with wavelengths from 2 pi mm to 2 pi m
-    in equal ratios. Positions are millimetres and not numbers of slices, so one encoding suits all slice distances.
+    in equal ratios. Positions are millimetres, not slice numbers, so one encoding suits all slice distances.
 
     Args:
         positions: millimetres along the axis, floating-point.
@@ -62,21 +62,21 @@ def position_encoding(positions: Tensor, width: int) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """Where the slices of a batch are when each volume has a row of its own."""
+    """The layout of the slices of a batch in which each volume has its own row."""
 
     row: Tensor
     """Number of each slice's volume: int64 (N,)."""
     column: Tensor
-    """Place of each slice in its volume: int64 (N,)."""
+    """Position of each slice in its volume: int64 (N,)."""
     is_slice: Tensor
-    """True at places that are taken: bool (B, longest)."""
+    """True at positions with a slice: bool (B, longest)."""
 
     @staticmethod
     def of(counts: Tensor, total: int, longest: int) -> Layout:
-        """The layout of volumes. torch.export leaves `total` open if it is taken from a shape, but not from `len`.
+        """The layout of volumes. torch.export keeps `total` dynamic if it comes from a shape, but not from `len`.
 
         Args:
-            counts: slices of each volume: int64 (B,).
+            counts: the number of slices of each volume, int64 (B,).
             total: the sum of `counts`.
             longest: the largest of `counts`.
         """
@@ -85,7 +85,7 @@ class Layout(NamedTuple):
         return Layout(row, column, torch.arange(longest, device=counts.device) < counts[:, None])
 
     def pad(self, values: Tensor) -> Tensor:
-        """Values of slices (N, ...) as (B, longest, ...), with zeros where there is no slice."""
+        """Values of slices (N, ...) as (B, longest, ...), with zeros at positions without a slice."""
         return values.new_zeros(*self.is_slice.shape, *values.shape[1:]).index_put((self.row, self.column), values)
 
     def unpad(self, padded: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class MeanPooling(nn.Module):
 class AttentionPooling(nn.Module):
     """The mean of the projected features, weighted by gated attention.
 
-    Ilse et al. 2018, arXiv:1802.04712, equation 9. The positions of slices have no influence.
+    Ilse et al. 2018, arXiv:1802.04712, equation 9. The positions of slices are ignored.
     """
 
     def __init__(self, features: int, width: int) -> None:
@@ -131,10 +131,10 @@ class AttentionPooling(nn.Module):
 class TransformerAggregator(nn.Module):
     """A transformer encoder over the slices of a volume and a class token, whose last state is the volume's vector.
 
-    The layers normalise before attention and before the two linear layers (Xiong et al. 2020, arXiv:2002.04745). A
-    slice has the encoding of its position in millimetres, counted from the middle between the first and the last slice
-    that are given. The attention of a slice is the weight that the class token gives to the slice in the last layer:
-    the mean over the heads, without the class token's weight on itself.
+    The layers normalise before attention and before the two linear layers (Xiong et al. 2020, arXiv:2002.04745). Each
+    slice gets the encoding of its position in millimetres, relative to the middle between the first and the last slice
+    of the sample. The attention of a slice is the weight that the class token gives it in the last layer, as the mean
+    over the heads, without the class token's weight on itself.
 
     Raises:
         UsageError: see `make_aggregator`.
@@ -143,7 +143,11 @@ class TransformerAggregator(nn.Module):
     def __init__(self, features: int, width: int, *, layers: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         if width % heads or width % 2:
-            what = f"a width of {width} suits no {heads} heads" if width % heads else f"the width {width} is odd"
+            what = (
+                f"a width of {width} is not a multiple of {heads} heads"
+                if width % heads
+                else f"the width {width} is odd"
+            )
             raise UsageError(what, where="task.aggregator.width", remedy="use an even multiple of the number of heads")
         self.width = width
         self.project = nn.Linear(features, width)
@@ -194,7 +198,7 @@ class _Layer(nn.Module):
         return after
 
     def weights_of_class_token(self, tokens: Tensor, is_token: Tensor) -> Tensor:
-        """The weights of the first token on all tokens, without dropout: (B, T), the mean over the heads."""
+        """The weights of the first token on all tokens, without dropout, as the mean over the heads: (B, T)."""
         query, key, _ = self._split(self.norm_attention(tokens))
         scores = (query[:, :, :1] @ key.transpose(2, 3))[:, :, 0] / math.sqrt(query.shape[-1])
         return torch.as_tensor(scores.masked_fill(~is_token[:, None], -math.inf).softmax(dim=-1).mean(dim=1))

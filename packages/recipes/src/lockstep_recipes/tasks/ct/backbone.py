@@ -1,4 +1,4 @@
-"""The network that sees single slices: any vision model of transformers, with one feature vector per slice."""
+"""The backbone, which processes single slices: any vision model of transformers, with one feature vector per slice."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _EXTRA = "images"
 
 
 class SliceBackbone(nn.Module):
-    """A vision model of transformers that gives one feature vector for each picture.
+    """A vision model of transformers that returns one feature vector for each image.
 
     Args:
         network: a base model of transformers (`AutoModel`), such as `Dinov2Model` or `ViTModel`.
         pooling: `class_token`: the first token of the last layer. `mean`: the mean over all patches. None:
-            `class_token` where the network has a class token, else `mean`.
+            `class_token` if the network has a class token, otherwise `mean`.
 
     Raises:
         UsageError: `pooling` is `class_token` and the network has no class token.
@@ -64,8 +64,8 @@ def make_backbone(
     """A backbone with pretrained weights, or a new backbone.
 
     Args:
-        folder: where an earlier start of the run has kept the config, as `config.json`. None: there is none.
-        trained: a checkpoint provides the weights, so that pretrained weights are not read.
+        folder: the folder in which an earlier start of the run saved the config, as `config.json`. None: there is none.
+        trained: a checkpoint provides the weights, so pretrained weights are not read.
 
     Returns:
         the backbone, and the names of weights that the pretrained model lacks.
@@ -77,23 +77,23 @@ def make_backbone(
     config = backbone_config(options, folder)
     known = getattr(config, "num_channels", channels)
     if known != channels:
-        what = f"the model takes pictures of {known} channels, and slices have {channels}"
+        what = f"the model takes images with {known} channels, but slices have {channels}"
         raise UsageError(what, where="task.windows", remedy=f"give {known} windows")
     name = None if trained else options.model
     network, missing = hugging_face.make_model(transformers.AutoModel, config, name, what="model", new_head=False)
-    network.train()  # pretrained models come in evaluation mode
+    network.train()  # pretrained models are in evaluation mode
     if _has_parameters(getattr(network, "pooler", None)):
-        network.pooler = None  # type: ignore[assignment]  # features do not pass through it: it would get no gradient
+        network.pooler = None  # type: ignore[assignment]  # features do not use it, so it would not get a gradient
     for module in network.modules():
         token = module._parameters.pop("mask_token", None)
-        if token is not None:  # only pretraining uses it: as a parameter it would get no gradient
+        if token is not None:  # only pretraining uses it, so as a parameter it would not get a gradient
             module.register_buffer("mask_token", token.detach())
     missing = [weight for weight in missing if not weight.startswith("pooler.")]
     return SliceBackbone(network, options.pooling), missing
 
 
 class _SliceModels(AutoModels):
-    """The models of slices, as they find their config."""
+    """The models for slices, which load their config."""
 
     kind = _KIND
     what = "vision"
@@ -101,7 +101,7 @@ class _SliceModels(AutoModels):
 
 
 def backbone_config(options: VolumeRiskOptions, folder: Path | None = None) -> Any:
-    """The config of a backbone, an object of transformers. For the arguments and errors see `make_backbone`."""
+    """The config of a backbone, a transformers object. For the arguments and errors see `make_backbone`."""
     return _SliceModels(options, folder).config(options.image_size)
 
 
@@ -123,13 +123,13 @@ def _width(config: Any) -> int:
 
 
 def set_trainable_modes(module: nn.Module, training: bool) -> None:
-    """Put the frozen parts of `module` into evaluation mode, and all other parts into training mode.
+    """Put the frozen submodules of `module` into evaluation mode, and all others into training mode.
 
-    A module whose parameters are all frozen is a frozen part, with all that is inside. A module without parameters,
+    A module whose parameters are all frozen is frozen, with everything inside it. A module without parameters,
     such as a dropout layer, belongs to the module that contains it.
 
     Args:
-        training: False: all of `module` is put into evaluation mode.
+        training: False puts all of `module` into evaluation mode.
     """
     parameters = list(module.parameters())
     if not training or (parameters and not any(parameter.requires_grad for parameter in parameters)):

@@ -1,4 +1,4 @@
-"""Pictures of a volume and its risks: the slices with the aggregator's attention, and curves."""
+"""Images of a volume and its risks: the slices with the aggregator's attention, and curves."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct.metrics import FALSE_POSITIVE_RATES
 
 Outcomes = Mapping[str, Sequence[tuple[float, int]]]
-"""By name of an event: its horizons in years with the places of their questions, ascending."""
+"""By event: its horizons in years with the indices of their questions, ascending."""
 
 MOST_SLICES = 28
-_COLUMNS, _SIDE, _BAR = 7, 128, 8  # of the strip: slices in a row, pixels of a slice, pixels of the bar's height
+_COLUMNS, _SIDE, _BAR = 7, 128, 8  # slices in a row, pixels of a slice, height of a bar in pixels
 _ORANGE, _PALE = (230, 120, 20), (225, 225, 225)
 _MOST_TOGETHER = 5  # curves in one diagram, whatever their events are
 
 
 def most_attended(attention: Array, most: int = MOST_SLICES) -> Array:
-    """The places of the `most` largest weights, in ascending order of place; of equal weights the first."""
+    """The indices of the `most` largest weights, ascending. Among equal weights, the first are taken."""
     places: Array = np.sort(np.argsort(-attention, kind="stable")[:most])
     return places
 
 
-def strip(slices: Array, positions: Array, attention: Array | None = None) -> drawing.Picture:
+def strip(slices: Array, positions: Array, attention: Array | None = None) -> drawing.ImageArray:
     """Slices side by side, row by row, with their positions. A bar below a slice shows its weight.
 
     Args:
         slices: uint8 (n, height, width), or with 3 channels (n, height, width, 3).
         positions: (n) in millimetres.
-        attention: (n) weights. The bar of the largest weight is as wide as the slice. None: there are no bars.
+        attention: (n) weights. The bar of the largest weight is as wide as the slice. None: no bars are drawn.
 
     Returns:
         uint8 (height, width, 3).
@@ -52,20 +52,20 @@ def strip(slices: Array, positions: Array, attention: Array | None = None) -> dr
 
 
 def _square(picture: Array) -> Array:
-    """The picture between black margins."""
+    """The image between black margins."""
     side = max(picture.shape[:2])
     margins = [((side - length) // 2, (side - length + 1) // 2) for length in picture.shape[:2]]
     return np.pad(picture, [*margins, *[(0, 0)] * (picture.ndim - 2)])
 
 
-def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawing.Picture | None:
-    """The risks of one volume over their horizons, a curve for each event that begins with risk 0 at year 0. Discs show
-    the known labels at 0 and 1.
+def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawing.ImageArray | None:
+    """The risks of one volume over the horizons, one curve per event, starting with risk 0 at year 0. Discs show the
+    known labels at 0 and 1.
 
     Args:
         risks: (questions).
         labels: (questions) with NaN for unknown. None: the truth is not shown.
-        outcomes: see `Outcomes`. Without events there is no picture.
+        outcomes: see `Outcomes`. Without events, nothing is drawn.
     """
     if not outcomes:
         return None
@@ -83,12 +83,12 @@ def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawin
 
 def roc_curves(
     sensitivities: Array, areas: Mapping[str, float], questions: Sequence[str], outcomes: Outcomes
-) -> drawing.Picture | None:
-    """The ROC curves of the questions with an AUC, in a diagram for each event.
+) -> drawing.ImageArray | None:
+    """The ROC curves of the questions with an AUC, in one diagram per event.
 
     Args:
         sensitivities: (questions, 101), the metric `roc`.
-        areas: AUC by question. Questions without it have no curve.
+        areas: AUC by question. Questions without an AUC have no curve.
         outcomes: see `Outcomes`.
     """
     series = {}
@@ -106,8 +106,8 @@ def roc_curves(
     )
 
 
-def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcomes) -> drawing.Picture | None:
-    """Observed shares over predicted risks, in a diagram for each event.
+def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcomes) -> drawing.ImageArray | None:
+    """Observed frequency against predicted risk, in one diagram per event.
 
     Args:
         tables: (questions, bins, 3), the metric `calibration`.
@@ -121,24 +121,24 @@ def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcom
     return _panels(
         series,
         outcomes,
-        title="calibration: observed share of yes over predicted risk",
+        title="calibration: observed frequency of yes against predicted risk",
         also={"perfect": ([0, 1], [0, 1])},
         marks=dict(series.values()),
-        x_label="mean predicted risk of a bin",
-        y_label="observed share",
+        x_label="mean predicted risk in a bin",
+        y_label="observed frequency",
     )
 
 
 def _panels(
     series: Mapping[int, tuple[str, tuple[Any, Any]]], outcomes: Outcomes, **look: Any
-) -> drawing.Picture | None:
+) -> drawing.ImageArray | None:
     return diagrams.panels(_by_event(series, outcomes), **look) if series else None
 
 
 def _by_event(
     series: Mapping[int, tuple[str, tuple[Any, Any]]], outcomes: Outcomes
 ) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """Curves by place of their question, as groups by event. All in one group if there are at most five."""
+    """Curves by index of their question, grouped by event. If there are at most five, all are in one group."""
     if len(series) <= _MOST_TOGETHER:
         return {"": dict(series.values())}
     event = {place: name for name, pairs in outcomes.items() for _, place in pairs}

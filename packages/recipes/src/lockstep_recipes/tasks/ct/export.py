@@ -1,4 +1,4 @@
-"""The files that users of the weights need besides them: questions, the way slices are made, sizes of the model."""
+"""The files that users need in addition to the weights: questions, how slices are prepared, sizes of the model."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def risks_of_volume(task: VolumeRisk, model: nn.Module) -> Program:
 
 
 def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
-    """Write `volume_risk.json`, the code of the distance between slices, and the config of the backbone as
-    `config.json` of transformers.
+    """Write `volume_risk.json`, the code that resamples the slice distance, and the config of the backbone as
+    `config.json` for transformers.
 
     Args:
         model: as `task.model` makes it.

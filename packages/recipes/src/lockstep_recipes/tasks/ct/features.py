@@ -1,22 +1,22 @@
 """Features of slices from a frozen backbone: computed once for each slice, and kept on disk.
 
 While the backbone is frozen and pixels are not augmented, the feature vector of a slice is always the same. So it is
-kept, and a later batch neither decodes the slice nor runs the backbone for it. Which slices a sample takes may be
-random: each slice has an entry of its own.
+cached, and a later batch neither decodes the slice nor runs the backbone for it. The choice of slices of a sample may
+be random: each slice has its own entry.
 
 Who does what, and when:
 
-- A loader worker chooses the slices of a sample, and looks up their features (`KeptFeatures.look_up`). It reads only
-  the pixels of slices without features.
+- A loader worker chooses the slices of a sample, and looks up their features (`KeptFeatures.look_up`). It reads pixels
+  only for slices without features.
 - The model computes the missing features (`VolumeRiskModel.slice_features`), and the task's loss writes them
-  (`KeptFeatures.update`). There is no pass over the data before the phase: no slice is computed that training does not
-  use. The first batches of a process find nothing, because workers learn only from the first `update` what the backbone
-  is.
-- Whether a feature is kept changes no bit of the training. A rank whose features are all kept needs no backbone. Where
+  (`KeptFeatures.update`). There is no separate pass over the data, so slices that training does not use are never
+  computed. The first batches of a process find nothing, because workers learn only from the first `update` which
+  backbone it is.
+- Caching does not change a single bit of the result. A rank whose features are all cached does not run the backbone. If
   the forward pass of the backbone is a collective (FSDP), the ranks agree on the number of chunks, and a rank without
   missing features runs chunks of zeros.
-- When the backbone begins to train, `update` stops the look-ups. Batches of training are prepared ahead, so the task
-  must look nothing up for epochs in which the backbone trains.
+- When the backbone starts to train, `update` stops the look-ups. Training batches are prepared ahead of time, so the
+  task must not look up features for epochs in which the backbone trains.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from lockstep.cache_folder import cache_root
 from lockstep_recipes.tasks.ct.backbone import is_frozen
 from lockstep_recipes.tasks.ct.model import FROZEN_CHUNK, VolumeRiskModel
 
-_FORMAT = 1  # of the files; it is a part of the folder's name
+_FORMAT = 1  # version of the files; it is part of the folder's name
 _TAG = struct.Struct(
     "<II"
-)  # before each vector: 1, and the CRC of the vector. A place that was never written has zeros
+)  # before each vector: 1, and the CRC of the vector. An entry that was never written contains zeros
 _DTYPES = {4: torch.float32, 8: torch.float64}
 
 
 @dataclass
 class SliceRows:
-    """The slices that a sample takes from a volume, and their kept features."""
+    """The slices that a sample takes from a volume, and their cached features."""
 
     key: str
-    """Stands for the content of the volume."""
+    """Identifies the content of the volume."""
     numbers: Sequence[int]
     """Numbers of the slices in the volume."""
     features: Tensor | None
-    """(slices, width), zeros where nothing is kept. None: nothing is kept of any volume yet."""
+    """(slices, width), with zeros for missing features. None: no features are cached for any volume yet."""
     is_kept: Tensor
     """True for slices with features: bool (slices,)."""
 
@@ -66,11 +66,11 @@ class SliceRows:
 
 
 def batch_entries(rows: Sequence[SliceRows]) -> dict[str, Any]:
-    """The entries that `VolumeRiskModel` and `KeptFeatures.update` need in a batch, besides the missing slices.
+    """The entries that `VolumeRiskModel` and `KeptFeatures.update` need in a batch, in addition to the missing slices.
 
     Returns:
-        `to_keep`: for each volume its key and the numbers of the slices whose features are missing. Where some are
-        kept, also `features` (N, width) and `is_kept` (N), of all volumes one after another.
+        `to_keep`: for each volume its key and the numbers of the slices whose features are missing. If some are cached,
+        also `features` (N, width) and `is_kept` (N), for all volumes one after another.
     """
     entries: dict[str, Any] = {"to_keep": [(row.key, row.missing) for row in rows]}
     known = next((row.features for row in rows if row.features is not None), None)
@@ -85,13 +85,13 @@ def batch_entries(rows: Sequence[SliceRows]) -> dict[str, Any]:
 class KeptFeatures:
     """Feature vectors by volume and slice, in files that all processes of a machine read and write without locks.
 
-    The folder stands for everything that determines a vector: `setting`, the weights of the backbone, and its output
-    for a test picture, in which a number format, a compiler or another device would show. A file holds the vectors of
-    one volume, each with its CRC. So a vector is there whole or not at all, whenever a process is killed. Two processes
+    The folder's name identifies everything that determines a vector: `setting`, the weights of the backbone, and its
+    output for a test image, which reveals a different number format, compiler or device. A file contains the vectors of
+    one volume, each with its CRC. So a vector is either complete or absent, even if a process is killed. Two processes
     that write the same vector write the same bytes.
 
-    An object is made before the loader's workers start, and is used by all of them: it tells them through shared memory
-    which folder is used.
+    The object is created before the loader's workers start, and all of them use it: shared memory tells them which
+    folder to use.
 
     Args:
         setting: what determines the pixels of a slice: windows, size, resampling.
@@ -102,7 +102,7 @@ class KeptFeatures:
         self.setting = setting
         self.root = root or cache_root()
         self.stopped: str | None = None
-        """Why this process writes no more, or None."""
+        """Why this process stopped writing, or None."""
         # Whether vectors may be looked up, their length, the bytes of a number, and 16 bytes of the folder's name.
         self._shared = torch.zeros(5, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
@@ -110,7 +110,7 @@ class KeptFeatures:
 
     @property
     def is_open(self) -> bool:
-        """True if vectors may be looked up: a frozen backbone has been seen."""
+        """True if vectors may be looked up because a frozen backbone has been seen."""
         return bool(self._shared[0])
 
     @property
@@ -120,13 +120,14 @@ class KeptFeatures:
         return self.root / f"slice-features-{_FORMAT}-{name}"
 
     def look_up(self, key: str, numbers: Sequence[int]) -> SliceRows:
-        """The features of some slices of a volume, as far as they are kept.
+        """The cached features of some slices of a volume.
 
-        In evaluations, do not look up features of averaged weights: averages of equal weights differ in the last bits.
+        In evaluations with averaged weights, do not look up features: averages of equal weights differ in the last
+        bits.
 
         Args:
-            key: stands for the content of the volume: letters, digits, `-` and `_`.
-            numbers: of the slices, from 0.
+            key: identifies the content of the volume; letters, digits, `-` and `_`.
+            numbers: the numbers of the slices, from 0.
         """
         is_kept = np.zeros(len(numbers), dtype=bool)
         if not self.is_open:
@@ -146,20 +147,20 @@ class KeptFeatures:
                     if len(record) == length and _TAG.unpack_from(record) == (1, zlib.crc32(content)):
                         rows[place] = np.frombuffer(content, dtype=np.uint8)
                         is_kept[place] = True
-            except OSError:  # a damaged disk: the rest is computed
+            except OSError:  # a damaged disk: compute the rest
                 pass
             finally:
                 os.close(handle)
         return SliceRows(key, list(numbers), torch.from_numpy(rows).view(_DTYPES[size]), torch.from_numpy(is_kept))
 
-    # ---- where the model is
+    # ---- in the process of the model
 
     def update(self, model: VolumeRiskModel, batch: Mapping[str, Any], features: Tensor) -> None:
         """Write the features that a batch lacked. The task's loss calls this in every forward pass.
 
-        With a batch that has no entry `to_keep`, this does nothing. The first call with a frozen backbone looks at all
-        weights, and runs the backbone for a test picture. Where forward passes are collectives, all ranks make this
-        first call in the same forward pass.
+        For a batch without the entry `to_keep`, this does nothing. The first call with a frozen backbone hashes all
+        weights, and runs the backbone on a test image. If forward passes are collectives, all ranks make this first
+        call in the same forward pass.
 
         Args:
             features: of all slices of the batch: what `VolumeRiskModel.slice_features` returned.
@@ -184,17 +185,17 @@ class KeptFeatures:
         except OSError as error:
             self.stopped = f"cannot be written ({error.strerror or error})"
             warnings.warn(
-                f"the kept features {self.folder}: {self.stopped}; features that are not there are computed in every "
-                "epoch; training goes on",
+                f"the cache of features {self.folder}: {self.stopped}; training continues, and computes missing "
+                "features in every epoch",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _open(self, model: VolumeRiskModel, slices: Tensor, features: Tensor) -> None:
-        """Find out what the backbone is, and tell the workers."""
+        """Identify the backbone, and tell the workers."""
         digest = hashlib.sha256(repr((self.setting, FROZEN_CHUNK, tuple(slices.shape[1:]))).encode())
         digest.update(weights_digest(model.backbone).encode())
-        digest.update(_bytes(model.slice_features({"slices": _test_picture(slices)})))
+        digest.update(_bytes(model.slice_features({"slices": _test_image(slices)})))
         self._shared[1], self._shared[2] = features.shape[1], features.element_size()
         self._shared[3:] = torch.frombuffer(bytearray(digest.digest()[:16]), dtype=torch.int64)
         self._shared[0] = 1  # last: from now on workers read the rest
@@ -218,12 +219,12 @@ class KeptFeatures:
         return self.folder / key[:2] / f"{key}.rows"
 
     def forget(self) -> None:
-        """Look nothing up until the next `update`, which looks at the weights again."""
+        """Stop look-ups until the next `update`, which checks the weights again."""
         self._shared[0] = 0
 
 
 def weights_digest(module: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers with their names. Where parameters are sharded, this is a collective."""
+    """SHA-256 of all parameters and buffers with their names. If parameters are sharded, this is a collective."""
     digest = hashlib.sha256()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         plain: Any = tensor.detach()
@@ -240,7 +241,7 @@ def _bytes(tensor: Tensor) -> bytes:
     )
 
 
-def _test_picture(slices: Tensor) -> Tensor:
+def _test_image(slices: Tensor) -> Tensor:
     """A chunk of uint8 noise, always the same, with the shape and the memory format of `slices`."""
     chunk = torch.empty(FROZEN_CHUNK, *slices.shape[1:], dtype=torch.uint8, device=slices.device)
     places = torch.arange(chunk.numel(), device=slices.device)

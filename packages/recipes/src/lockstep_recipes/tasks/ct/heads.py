@@ -1,6 +1,6 @@
-"""From the vector of a volume to a logit for each question.
+"""Turn the vector of a volume into a logit for each question.
 
-All heads return logits whose sigmoid is the risk, so losses and metrics need not know which head there is.
+All heads return logits whose sigmoid is the risk, so losses and metrics do not depend on the head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def make_head(kind: HeadName, width: int, questions: int, outcomes: Sequence[Seq
 
     Args:
         width: length of a volume's vector.
-        questions: their number.
+        questions: the number of questions.
         outcomes: for each outcome the numbers of its questions, from the nearest horizon to the farthest. None: all
             questions belong to one outcome, in their order. The head `question` ignores this.
 
@@ -40,7 +40,7 @@ def check_outcomes(outcomes: Sequence[Sequence[int]] | None, questions: int) -> 
     """The numbers of the questions of each outcome.
 
     Raises:
-        UsageError: a question is missing, or is there twice.
+        UsageError: a question is missing, or occurs twice.
     """
     groups = [list(range(questions))] if outcomes is None else [list(group) for group in outcomes]
     if sorted(number for group in groups for number in group) != list(range(questions)):
@@ -50,7 +50,7 @@ def check_outcomes(outcomes: Sequence[Sequence[int]] | None, questions: int) -> 
 
 
 class QuestionHead(nn.Module):
-    """A logit of its own for each question."""
+    """A separate logit for each question."""
 
     def __init__(self, width: int, questions: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class QuestionHead(nn.Module):
 
 
 class MonotoneHead(nn.Module):
-    """Risks that do not fall from one horizon of an outcome to the next.
+    """Risks that never decrease from one horizon of an outcome to the next.
 
     The logit of the first horizon is linear in the vector. Each later horizon adds softplus(a linear function), which
     is positive.
@@ -76,7 +76,7 @@ class MonotoneHead(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Logits (B, questions) of vectors (B, width)."""
-        # By columns: an index of several would be copied from the host, and CUDA's cumsum is not deterministic.
+        # Column by column: a list of indices would be copied from the host, and CUDA's cumsum is not deterministic.
         raw = self.linear(vectors).unbind(dim=1)
         columns: dict[int, Tensor] = {}
         for first, *later in self.outcomes:
@@ -86,7 +86,7 @@ class MonotoneHead(nn.Module):
 
 
 class HazardHead(MonotoneHead):
-    """Discrete-time survival: the probability of an event in each interval, if there was none before.
+    """Discrete-time survival: the probability of an event in each interval, given that there was none before.
 
     The hazard of interval j is h_j = sigmoid(linear function), and the risk until horizon k is
     1 - (1 - h_1) ... (1 - h_k): Singer and Willett 1993, doi:10.3102/10769986018002155; for networks Gensheimer and

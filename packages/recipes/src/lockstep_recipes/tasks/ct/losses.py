@@ -1,4 +1,4 @@
-"""Losses over yes/no questions of which many have no known answer. All are sums, over units that labels alone count.
+"""Losses over yes/no questions with many unknown answers. All are sums over units, which are counted from labels only.
 
 Labels are (B, Q): 1 for yes, 0 for no, NaN for unknown. The units of a loss are, by `reduction`:
 
@@ -6,7 +6,7 @@ Labels are (B, Q): 1 for yes, 0 for no, NaN for unknown. The units of a loss are
 - `patient`: the patients with a known label. The terms of a patient are averaged, so that a patient with many answers
   counts as much as a patient with a single answer.
 
-So the sum of the losses over the sum of the units is the same however a global batch is cut.
+So the sum of the losses divided by the sum of the units is the same, however a global batch is split.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Reduction = Literal["question", "patient"]
 
 
 def positive_weights(labels: Tensor) -> Tensor:
-    """Known negatives / known positives of each question: (Q,) float32. 1 where either is missing.
-
-    With these weights the positives and the negatives of a question have the same part in the loss.
+    """Known negatives / known positives of each question: (Q,) float32. 1 if either is missing. With these weights, the
+    positives and the negatives of a question contribute equally to the loss.
 
     Args:
-        labels: of the training part, (n, Q).
+        labels: the training labels, (n, Q).
     """
     positives, negatives = (labels == 1).sum(dim=0), (labels == 0).sum(dim=0)
     return torch.where((positives > 0) & (negatives > 0), negatives / positives.clamp_min(1), 1.0).float()
@@ -53,7 +52,7 @@ def answer_loss(
     known = ~labels.isnan()
     answers = labels.nan_to_num().to(logits.dtype)
     terms = functional.binary_cross_entropy_with_logits(logits, answers, pos_weight=positive_weight, reduction="none")
-    # `where` and not a product: the gradient of an infinite logit would be NaN otherwise.
+    # `where` instead of a product: otherwise the gradient of an infinite logit would be NaN.
     return _reduced(torch.where(known, terms, 0.0), known, reduction)
 
 
@@ -68,12 +67,12 @@ def survival_loss(logits: Tensor, labels: Tensor, outcomes: Sequence[Sequence[in
 
     Let S(k) be the probability of no event until horizon k, and S(0) = 1. Let a be the farthest horizon with the answer
     no (0 if there is none), and b the nearest horizon with the answer yes. The likelihood of a patient is S(a) - S(b):
-    the event is in the interval (a, b]. Without a yes it is S(a): the time is censored. Where a and b are neighbours,
+    the event is in the interval (a, b]. Without a yes it is S(a): the time is censored. If a and b are neighbours,
     this is the likelihood of Singer and Willett 1993, doi:10.3102/10769986018002155, h_b (1 - h_a) ... (1 - h_1).
     Blanks between a and b are interval censoring (Kalbfleisch and Prentice 2002, section 3.9).
 
     Args:
-        logits: of the risks until each horizon, (B, Q), not falling within an outcome: from the head `hazard` or
+        logits: of the risks until each horizon, (B, Q), not decreasing within an outcome: from the head `hazard` or
             `monotone`.
         labels: (B, Q), without a no after a yes.
         outcomes: for each outcome the numbers of its questions, from the nearest horizon to the farthest.
@@ -90,7 +89,7 @@ def survival_loss(logits: Tensor, labels: Tensor, outcomes: Sequence[Sequence[in
         is_censored = first_yes > len(group)
         until_no = log_survival.gather(1, last_no)
         until_yes = log_survival.gather(1, first_yes.clamp_max(len(group)))
-        # log(S(a) - S(b)) = log S(a) + log(1 - S(b) / S(a)); the clamp keeps equal risks from an infinite loss.
+        # log(S(a) - S(b)) = log S(a) + log(1 - S(b) / S(a)); the clamp avoids an infinite loss for equal risks.
         tiny = torch.finfo(logits.dtype).eps
         ratio = torch.where(is_censored, -1.0, until_yes - until_no).clamp_max(-tiny)
         event = torch.log(-torch.expm1(ratio))

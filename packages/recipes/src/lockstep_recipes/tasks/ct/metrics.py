@@ -1,4 +1,4 @@
-"""The metrics of risks: by question and over horizons, on any number of ranks."""
+"""Metrics of risks, by question and over horizons, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct import scores
 
 FALSE_POSITIVE_RATES = np.linspace(0, 1, 101)
-"""Where `roc` has its points."""
+"""The false-positive rates at which `roc` is evaluated."""
 _OF_QUESTION = ("auc", "auc_low", "auc_high", "average_precision", "brier", "sensitivity", "specificity")
 FALLING = "falling_risks"
-"""The result that counts patients whose risk of an event falls from a horizon to a later one."""
-_LEAST_FALL = 1e-6  # less is rounding
-_LEVEL, _BINS = 0.95, 10  # of the intervals, and of the calibration
+"""The number of patients whose risk of an event decreases from a horizon to a later one."""
+_LEAST_FALL = 1e-6  # smaller differences are rounding errors
+_LEVEL, _BINS = 0.95, 10  # level of the intervals, bins of the calibration
 _OF_OUTCOME = ("concordance", "concordance_low", "concordance_high")
 
 
@@ -30,18 +30,18 @@ class RiskMetrics(Metric):
     Each rank keeps the risks and labels of its samples. Rank 0 gets those of all ranks, and computes the scores in
     float64 and in the order of the samples. So the scores do not depend on the number of ranks.
 
-    A score that is undefined is left out: it has no number. That is the AUC and the average precision of a question of
-    which only one class is known, or for which a risk is not finite.
+    Undefined scores are left out: the AUC and the average precision of a question with labels of only one class, or
+    with a risk that is not finite.
 
     Args:
         questions: names of the questions.
-        outcomes: by name of an event, its horizons in years with the places of their questions, ascending, as
+        outcomes: by name of an event, its horizons in years with the indices of their questions, ascending, as
             `tasks.ct.volume_table.horizons` gives them. Events with a single horizon have no concordance index.
         patients: the patient of each evaluation sample, by the index of the sample. The bootstrap draws patients. None:
-            each sample is a patient of its own.
-        threshold: of the risk, for sensitivity and specificity.
+            each sample counts as its own patient.
+        threshold: the risk threshold for sensitivity and specificity.
         resamples: number of bootstrap resamples. 0: no intervals.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
     """
 
     full_state_update = False
@@ -68,7 +68,7 @@ class RiskMetrics(Metric):
 
     @property
     def possible_results(self) -> list[str]:
-        """Names of all numbers that `compute` may return. Few samples have fewer numbers."""
+        """Names of all numbers that `compute` may return. With few samples, some are missing."""
         by_question = [f"{name}/{question}" for name in _OF_QUESTION for question in self.questions]
         falling = [FALLING] if self.outcomes else []
         by_outcome = [f"{name}/{outcome}" for name in _OF_OUTCOME for outcome in self.outcomes]
@@ -92,10 +92,10 @@ class RiskMetrics(Metric):
         Returns:
             numbers `SCORE/QUESTION`, with the scores `auc`, `auc_low`, `auc_high` (the bootstrap interval),
             `average_precision`, `brier`, `sensitivity`, `specificity`; `auc`, the mean over the questions with an AUC;
-            `concordance/EVENT`, `concordance_low/EVENT`, `concordance_high/EVENT`: Harrell's index, where the
-            risk of a sample is its mean risk over the horizons; `falling_risks`: the number of patients whose risk of
-            an event falls from a horizon to a later one, where events have several horizons. And tensors that are not
-            logged as numbers, with NaN for the undefined: `label_counts` (questions, 3): known, positive and negative
+            `concordance/EVENT`, `concordance_low/EVENT`, `concordance_high/EVENT`: Harrell's index, where the risk of a
+            sample is its mean risk over the horizons; `falling_risks`: the number of patients whose risk of an event
+            decreases from a horizon to a later one, if events have several horizons. Also tensors that are not logged
+            as numbers, with NaN for undefined values: `label_counts` (questions, 3): known, positive and negative
             labels; `calibration` (questions, bins, 3): see `scores.calibration`; `roc` (questions, 101): the
             sensitivity at false-positive rates 0, 0.01, ... 1; `risks_not_finite` (questions, 1): number of such risks
             with known labels; `patients` (1, 2): the number of patients, and again `falling_risks`.
@@ -108,7 +108,7 @@ class RiskMetrics(Metric):
         indices = indices[order]
         if (indices[1:] == indices[:-1]).any():
             twice = int(indices[1:][indices[1:] == indices[:-1]][0])
-            remedy = "let `index` of a batch be the indices of its samples in the evaluation data"
+            remedy = "set `index` of a batch to the indices of its samples in the evaluation data"
             raise DataError(f"evaluation sample {twice} was counted twice", where="RiskMetrics", remedy=remedy)
         count = len(self.questions)
         risks, labels = (_joined(part).reshape(-1, count)[order] for part in (self.risks, self.labels))
@@ -134,7 +134,7 @@ class RiskMetrics(Metric):
         return np.unique(patients, return_inverse=True)[1] if len(patients) else np.zeros(0, np.int64)
 
     def _falls(self, risks: Array) -> Array:
-        """True for rows in which a risk falls from a horizon to the next, whatever the labels: (rows,) bool."""
+        """True for rows in which a risk decreases from a horizon to the next, whatever the labels: (rows,) bool."""
         falls = np.zeros(len(risks), dtype=bool)
         for places in self.outcomes.values():
             risk = risks[:, [place for _, place in places]]
@@ -187,8 +187,8 @@ class RiskMetrics(Metric):
 
 
 class AnswerAccuracy(Metric):
-    """The share of the known labels that are answered right: the risk is at least `threshold` exactly where the event
-    comes. A risk that is not finite is wrong.
+    """The fraction of known labels that are predicted correctly: the risk is at least `threshold` exactly if the event
+    occurs. A risk that is not finite counts as wrong.
 
     `compute` returns `accuracy` over all known labels, and `accuracy/QUESTION` of each question with a known label.
     """
@@ -209,7 +209,7 @@ class AnswerAccuracy(Metric):
         return ["accuracy", *(f"accuracy/{question}" for question in self.questions)]
 
     def update(self, risks: Tensor, labels: Tensor, indices: Tensor) -> None:
-        """Count the samples of a batch, as `RiskMetrics.update` gets them."""
+        """Count the samples of a batch. For the arguments see `RiskMetrics.update`."""
         known = ~labels.isnan()
         right = ((risks >= self.threshold) == (labels > 0.5)) & risks.isfinite()
         self.right += (right & known).sum(dim=0)
@@ -225,12 +225,12 @@ class AnswerAccuracy(Metric):
 
 
 def update_risk_metrics(metrics: MetricCollection, output: Mapping[str, Any], batch: Mapping[str, Tensor]) -> None:
-    """Feed a batch to the metrics: `risks` of the output, and `labels` and `index` of the batch."""
+    """Update the metrics with a batch: `risks` of the output, and `labels` and `index` of the batch."""
     metrics.update(output["risks"], batch["labels"], batch["index"])
 
 
 def _of_rows(score: Any, rows: Array, *columns: Array) -> scores.Score:
-    """A score of some of the samples, as a function of the weights of all."""
+    """A score of some samples, as a function of the weights of all samples."""
     return lambda weights: score(*columns, None if weights is None else weights[:, rows])
 
 

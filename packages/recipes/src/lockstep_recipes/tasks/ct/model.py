@@ -1,4 +1,5 @@
-"""The model of a risk from a CT volume: a backbone sees each slice, and an aggregator makes one prediction of them."""
+"""The model for risks from a CT volume: a backbone processes each slice, and an aggregator combines them into one
+prediction."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks.ct.aggregators import Pooled
 from lockstep_recipes.tasks.ct.backbone import SliceBackbone, dtype_of, is_frozen, set_trainable_modes
-from lockstep_recipes.tasks.vision.pictures.normalise import normalise
+from lockstep_recipes.tasks.vision.images.normalise import normalise
 
 Batch = Mapping[str, Any]
 
 FROZEN_CHUNK = 4
-"""Slices that pass through a frozen backbone together. The number is fixed, and a last chunk is filled up with zeros,
-so that the bits of a feature do not depend on the slices beside it."""
+"""The number of slices that pass through a frozen backbone together. It is fixed, and the last chunk is padded with
+zeros, so that the bits of a feature do not depend on the other slices in the chunk."""
 
 
 class Risks(NamedTuple):
@@ -35,24 +36,24 @@ class VolumeRiskModel(nn.Module):
 
     A batch is a dict: `slices`: uint8 (M, channels, S, S), the slices of all volumes one after another; `counts`: int64
     (B), the number of slices of each volume; `positions`: float32 (N), millimetres along the axis. N is the sum of
-    `counts`. The entry `longest`, an int, is the largest of `counts`; without the entry, the host waits for the device
-    to find out.
+    `counts`. The entry `longest`, an int, is the largest of `counts`; without it, the host waits for the device to
+    compute it.
 
-    Without kept features, M is N. With kept features (see `features`), a batch also has `features`: float (N, width),
-    and `is_kept`: bool (N), which says for which slices. Then `slices` are the other slices alone, (0, channels, S, S)
-    where all features are kept.
+    Without cached features, M is N. With cached features (see `features`), a batch also has `features`, float (N,
+    width), and `is_kept`, bool (N), which marks the slices with a cached feature. Then `slices` contains only the
+    remaining slices, (0, channels, S, S) if all features are cached.
 
-    Frozen parts of the backbone are in evaluation mode while the rest trains. A backbone that is frozen as a whole runs
+    Frozen submodules of the backbone are in evaluation mode while the rest trains. A completely frozen backbone runs
     without gradients, in chunks of `FROZEN_CHUNK` slices.
 
     Args:
-        backbone: slices to feature vectors.
+        backbone: computes feature vectors of slices.
         aggregator: see `aggregators`.
         head: see `heads`.
-        mean, std: of each channel, as shares of 255, for `tasks.vision.pictures.normalise.normalise`.
-        slices_per_chunk: the most slices that pass through a trainable backbone together. The activations of all
-            chunks but the last are computed again in the backward pass, with the same dropout. None: all slices pass at
-            once, and their activations are kept.
+        mean, std: of each channel, as fractions of 255, for `tasks.vision.images.normalise.normalise`.
+        slices_per_chunk: the maximum number of slices that pass through a trainable backbone together. The activations
+            of all chunks but the last are recomputed in the backward pass, with the same dropout. None: all slices pass
+            at once, and their activations are kept.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class VolumeRiskModel(nn.Module):
         self.mean, self.std = list(mean), list(std)
         self.slices_per_chunk = slices_per_chunk
         self.largest_over_ranks: Callable[[int], int] = _same
-        """The largest of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with
+        """The maximum of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with
         fewer chunks then run chunks of zeros."""
 
     def forward(self, batch: Batch, features: Tensor | None = None) -> Risks:
@@ -86,7 +87,8 @@ class VolumeRiskModel(nn.Module):
         return self.of_volumes(features, counts, batch["positions"], longest)
 
     def of_volumes(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Risks:
-        """The prediction for each volume, from the features (N, width) of its slices. For the others see the class."""
+        """The prediction for each volume, from the features (N, width) of its slices. For the other arguments see the
+        class."""
         pooled: Pooled = self.aggregator(features, counts, positions, longest)
         return Risks(self.head(pooled.vectors), pooled.attention)
 
@@ -95,17 +97,17 @@ class VolumeRiskModel(nn.Module):
         return self._wide(self._features(slices))
 
     def slice_features(self, batch: Batch) -> Tensor:
-        """The feature vectors of all slices, kept or computed: (N, width), in the number format of the parameters.
+        """The feature vectors of all slices, cached or computed: (N, width), in the number format of the parameters.
 
         Raises:
-            UsageError: features are kept, but the backbone trains.
+            UsageError: features are cached, but the backbone trains.
         """
         frozen = is_frozen(self.backbone)
         set_trainable_modes(self.backbone, self.training and not frozen)
         kept: Tensor | None = batch.get("features")
         if kept is not None and not frozen and self.training:
-            what = "the backbone trains, but features of slices were kept from when it was frozen"
-            remedy = "keep features only until the epoch at which train.unfreeze begins with the backbone"
+            what = "the backbone trains, but the batch contains features that were cached while it was frozen"
+            remedy = "cache features only until the epoch in which train.unfreeze starts to unfreeze the backbone"
             raise UsageError(what, where="task.keep_features", remedy=remedy)
         if frozen:
             with torch.no_grad():
@@ -133,8 +135,8 @@ class VolumeRiskModel(nn.Module):
     def _trained_chunks(self, slices: Tensor, size: int) -> Tensor:
         """Features (M, width) of slices (M, channels, S, S), computed in chunks of at most `size` slices.
 
-        Chunks are nearly equal. The backward pass begins with the last chunk: its activations are kept, and those of
-        the other chunks are computed again. That needs no more memory than one chunk does.
+        Chunks are nearly equal. The backward pass starts with the last chunk: its activations are kept, and those of
+        all other chunks are recomputed. So the memory of one chunk is enough.
         """
         own = -(-len(slices) // size)
         chunks = self.largest_over_ranks(own)
@@ -146,7 +148,7 @@ class VolumeRiskModel(nn.Module):
         first = self._recomputed if torch.is_grad_enabled() else self._features
         recomputed = [self._wide(first(chunk)) for chunk in parts[:-1]]
         whole = torch.cat([*recomputed, self._wide(self._features(parts[-1]))])
-        # Features of zeros take part with a factor of 0, so that their chunks have a backward pass, too.
+        # Features of zero slices are added with a factor of 0, so that their chunks have a backward pass, too.
         return whole[chunks - own :] + 0 * whole[: chunks - own].sum() if chunks > own else whole
 
     def _wide(self, features: Tensor) -> Tensor:

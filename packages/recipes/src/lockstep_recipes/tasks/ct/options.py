@@ -1,4 +1,4 @@
-"""Options of risks from CT volumes."""
+"""Options for risks from CT volumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.configs.task_options import TaskOptions
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 HuWindow = str | Annotated[list[float], Field(min_length=2, max_length=2)]
 
@@ -23,7 +23,7 @@ class ScratchOptions(Section):
 
 
 class AggregatorOptions(Section):
-    """The part of the model that makes one prediction of all slices of a volume."""
+    """The part of the model that combines all slices of a volume into one prediction."""
 
     name: Literal["transformer", "attention", "mean"] = "transformer"
     """`transformer`: an encoder with a class token and positions in millimetres. `attention`: gated attention pooling.
@@ -39,16 +39,16 @@ class AggregatorOptions(Section):
 
 
 class ColumnsOptions(Section):
-    """Columns of the table, by name or by place counted from 0. None: the column with a usual name."""
+    """Columns of the table, by name or by index from 0. None: the column with a usual name."""
 
     image: str | int | None = None
     """The paths of the volumes: NIfTI and NumPy files, and folders of DICOM series."""
     patient: str | int | None = None
-    """The patients. A patient is never in both parts of the data."""
+    """The patients. A patient is never in both training and evaluation data."""
 
 
 class VolumeRiskOptions(TaskOptions):
-    """Yes/no questions about the patient of a CT volume, many of whose answers may be unknown."""
+    """Yes/no questions about the patient of a CT volume. Answers may be unknown."""
 
     task: ClassVar[str] = "lockstep_recipes.tasks.ct.task:VolumeRisk"
     preload: ClassVar[tuple[str, ...]] = ("transformers",)
@@ -60,18 +60,18 @@ class VolumeRiskOptions(TaskOptions):
     """Label columns, by name or pattern such as `death_*`. None: the columns whose names end in a time, such as
     `death_5y`."""
     leaks: list[str] = Field(default_factory=list)
-    """Columns, or patterns, that tell the outcome. They are refused as inputs of the model."""
+    """Columns, or patterns, that reveal the outcome. They are refused as inputs of the model."""
     fold_seed: int = 0
-    """Seed of the folds of `data.fold`. It is not `seed`, so that several trainings have the same folds."""
+    """Seed of the folds of `data.fold`. It is separate from `seed`, so that several runs have the same folds."""
     slice_distance_mm: PositiveFloat | None = None
-    """Slices are resampled to this distance. None: they stay as they are."""
+    """Distance in millimetres to which slices are resampled. None: slices are not resampled."""
     allow_gaps: bool = False
-    """Make missing slices of a DICOM series a remark in the log. Otherwise they are an error."""
+    """Report missing slices of a DICOM series in the log instead of raising an error."""
     keep_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Keep decoded volumes in Lockstep's cache folder. Then a sample reads its own slices alone."""
+    """Keep decoded volumes in Lockstep's cache folder. A sample then reads only its own slices."""
     check_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Read all volumes before the first step, so that unusable volumes are named at once. This also fills
-    the cache. Otherwise an unusable volume is found when its turn comes."""
+    """Read all volumes before the first step, so that unusable volumes are reported at once. This also fills the cache.
+    Otherwise an unusable volume is an error when it is first used."""
 
     # ---- slices
 
@@ -81,44 +81,46 @@ class VolumeRiskOptions(TaskOptions):
     image_size: PositiveInt = 448
     """Height and width of slices in pixels."""
     max_slices: PositiveInt = 28
-    """The most slices of a volume that pass through the model together."""
+    """Maximum number of slices of a volume that pass through the model together."""
     train_slices: Literal["window", "stratified", "even"] = "stratified"
-    """Slices of a training sample. `window`: consecutive slices from a random place on. `stratified`: a random slice
-    of each of `max_slices` equal parts. `even`: evenly spaced slices, as in evaluations."""
+    """Slices of a training sample. `window`: consecutive slices from a random position. `stratified`: a random slice
+    from each of `max_slices` equal sections. `even`: evenly spaced slices, as in evaluations."""
     eval_slices: Literal["even", "all"] = "even"
     """Slices of an evaluation sample. `even`: evenly spaced. `all`: all slices, in groups of at most `max_slices`; the
     logits of the groups are averaged."""
     keep_shape: bool = False
-    """Pad slices that are not square. Otherwise they are stretched to a square."""
+    """Pad slices that are not square, instead of stretching them to a square."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else
-    0.5."""
+    """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: ImageNet's for three channels,
+    otherwise 0.5."""
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions | None = AugmentOptions(scale=(0.6, 1.0), flip=0.0)
-    """Random changes of training volumes. All slices of a sample are changed alike. None: no changes."""
+    """Random augmentation of training volumes. All slices of a sample are changed in the same way. None: no
+    augmentation."""
 
     # ---- the model
 
     model: str | None = None
-    """A pretrained backbone: its name on the Hugging Face hub, or a local folder. None: a new backbone, which `scratch`
-    describes."""
+    """A pretrained backbone: its name on the Hugging Face hub, or a local folder. None: a new backbone, described by
+    `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     pooling: Literal["class_token", "mean"] | None = None
-    """The feature vector of a slice. None: the class token where the backbone has one, else the mean of the patches."""
+    """The feature vector of a slice. None: the class token if the backbone has one, otherwise the mean of the
+    patches."""
     aggregator: AggregatorOptions = AggregatorOptions()
     head: Literal["question", "monotone", "hazard"] = "monotone"
-    """`monotone`: the risk of an event never falls from a horizon to the next. `hazard`: a probability of the event in
-    each interval between horizons. `question`: a logit for each question, so that a risk within five years may be
+    """`monotone`: the risk of an event never decreases from a horizon to the next. `hazard`: a probability of the event
+    in each interval between horizons. `question`: a logit for each question, so that a risk within five years may be
     lower than that within one year."""
     slices_per_chunk: PositiveInt | None = None
-    """The most slices that pass through a trainable backbone together. Their activations are computed again in the
+    """Maximum number of slices that pass through a trainable backbone together. Their activations are recomputed in the
     backward pass. None: all slices pass together, and activations stay in memory."""
     frozen_epochs: Annotated[int, Field(ge=0)] = 0
     """Epochs, counted from 0, in which `train.unfreeze` leaves the whole backbone frozen. In these epochs slices are
-    not augmented, so that the features of a slice stay the same, and are computed once and kept."""
+    not augmented, so the features of a slice do not change, and are computed once and cached."""
     keep_features: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Keep features in `frozen_epochs`. The training is the same without."""
+    """Cache features during `frozen_epochs`. The result is the same without the cache."""
 
     # ---- the loss and the metrics
 
@@ -129,12 +131,12 @@ class VolumeRiskOptions(TaskOptions):
     """Unit of the loss. `question`: the known label (with `survival`: the event with a known label). `patient`: the
     volume with a known label, whose terms are averaged."""
     positive_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
-    """Factor of the loss of positive labels. `balanced`: negatives / positives of the question in the training data.
-    Or a factor by question. None: 1. Only for the loss `answers`."""
+    """Factor of the loss of positive labels: `balanced` (negatives / positives of the question in the training data),
+    or a factor by question. None: 1. Only for the loss `answers`."""
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The risk from which on sensitivity and specificity count a prediction as positive."""
+    """The risk from which sensitivity and specificity count a prediction as positive."""
     resamples: Annotated[int, Field(ge=0)] = 1000
-    """Resamples of the bootstrap intervals. 0: no intervals."""
+    """Number of resamples for the bootstrap intervals. 0: no intervals."""
 
     @property
     def channels(self) -> int:
@@ -152,7 +154,7 @@ class VolumeRiskOptions(TaskOptions):
     @model_validator(mode="after")
     def _loss_suits_the_head(self) -> Self:
         if self.loss == "survival" and self.head == "question":
-            raise ValueError("loss: survival needs risks that do not fall: use head: hazard or head: monotone")
+            raise ValueError("loss: survival needs risks that never decrease: use head: hazard or head: monotone")
         if self.loss == "survival" and self.positive_weights is not None:
-            raise ValueError("positive_weights are for loss: answers; leave them out, or use loss: answers")
+            raise ValueError("positive_weights need loss: answers; remove them, or use loss: answers")
         return self

@@ -1,4 +1,4 @@
-"""From the logits and weights of groups of slices to what is said about volumes."""
+"""Combine the logits and weights of groups of slices into results for volumes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def mean_of_groups(logits: Tensor, attention: Tensor, counts: Tensor, groups: Te
     Args:
         logits: (groups, questions).
         attention: (slices): the weights of a group sum to 1.
-        counts: int64 (groups): slices of each group.
-        groups: int64 (volumes): groups of each volume.
+        counts: int64 (groups), the number of slices of each group.
+        groups: int64 (volumes), the number of groups of each volume.
 
     Returns:
-        logits (volumes, questions); weights (slices), which sum to 1 for each volume; and slices of each volume, int64
-        (volumes).
+        logits (volumes, questions); weights (slices), which sum to 1 for each volume; and the number of slices of each
+        volume, int64 (volumes).
     """
     of_group = torch.repeat_interleave(groups, output_size=len(counts))
     means = logits.new_zeros(len(groups), logits.shape[1]).index_add(0, of_group, logits) / groups[:, None]
@@ -34,11 +34,11 @@ def largest_weights(batch: Mapping[str, Tensor], attention: Tensor, counts: Tens
         batch: `places`, int64 (slices), and `positions`, float32 (slices).
         attention: (slices).
         counts: int64 (volumes): slices of each volume.
-        most: slices of a volume that are returned, at most.
+        most: the maximum number of slices of a volume to return.
 
     Returns:
         `attention`, `slices` and `positions`, (volumes, `most`): weights, numbers of the slices in their volumes, and
-        millimetres. Places without a slice have 0, -1 and 0.
+        millimetres. Entries without a slice contain 0, -1 and 0.
     """
     row = torch.repeat_interleave(counts, output_size=len(attention))
     # By volume, then by falling weight: a stable sort by the second key, then by the first.

@@ -1,4 +1,4 @@
-"""Texts, pictures and files that show risks from CT volumes to people."""
+"""Texts, figures and files that present risks from CT volumes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ Output = Mapping[str, Tensor]
 
 
 class VolumeRiskPresenter(Presenter):
-    """Shows the slices of a volume with their attention weights, its risks over the horizons, and scores by question.
+    """Presents the slices of a volume with their attention weights, its risks over the horizons, and scores by
+    question.
 
-    INPUT arguments are files and folders of volumes, folders of DICOM series, and tables. Pictures show the first
+    INPUT arguments are files and folders of volumes, folders of DICOM series, and tables. Images show the first
     window of `task.windows`.
     """
 
     task: VolumeRisk
-    picture_side = 1100
+    image_side = 1100
 
     def inputs(self, arguments: Sequence[str]) -> VolumeTable:
         """The volumes that the arguments name: see `read_volume_inputs`."""
@@ -78,11 +79,11 @@ class VolumeRiskPresenter(Presenter):
         return [row]
 
     def files(self, sample: VolumeSample, output: Output) -> Mapping[str, bytes]:
-        """The picture of the slices with their weights and of the risks."""
+        """The figure of the slices with their weights, and of the risks."""
         return {"risks/*.png": drawing.png(self._drawn(sample, output, labels=None))}
 
-    def picture(self, sample: VolumeSample, prepared: Prepared, output: Output | None) -> drawing.Picture:
-        """The slices with their weights, and below them the risks over the horizons. Of a training sample: the slices
+    def picture(self, sample: VolumeSample, prepared: Prepared, output: Output | None) -> drawing.ImageArray:
+        """The slices with their weights, and below them the risks over the horizons. For a training sample: the slices
         as the model sees them."""
         if output is None:
             places = np.linspace(0, len(prepared.pictures) - 1, min(len(prepared.pictures), drawings.MOST_SLICES))
@@ -90,8 +91,8 @@ class VolumeRiskPresenter(Presenter):
             return drawings.strip(prepared.pictures[chosen, 0].numpy(), prepared.positions[chosen].numpy())
         return self._drawn(sample, output, labels=sample.labels)
 
-    def _drawn(self, sample: VolumeSample, output: Output, labels: Array | None) -> drawing.Picture:
-        """Slices with weights are drawn from the volume itself, because an output has their numbers only."""
+    def _drawn(self, sample: VolumeSample, output: Output, labels: Array | None) -> drawing.ImageArray:
+        """Slices with weights are drawn from the volume itself, because an output contains only their numbers."""
         real = output["slices"] >= 0
         numbers, positions, weights = (output[name][real].numpy() for name in ("slices", "positions", "attention"))
         kept = drawings.most_attended(weights)
@@ -101,7 +102,7 @@ class VolumeRiskPresenter(Presenter):
         return strip if curve is None else drawing.stacked([strip, curve])
 
     def caption(self, sample: VolumeSample, prepared: Prepared, output: Output | None) -> str:
-        """The name of the volume; of an evaluation sample also risks and known answers by event."""
+        """The name of the volume. For an evaluation sample, also risks and known answers by event."""
         lines = [f"{sample.patient}: {sample.name}"]
         if output is not None:
             risks, questions = output["risks"].tolist(), self.task.questions
@@ -128,7 +129,7 @@ class VolumeRiskPresenter(Presenter):
         """Scores by question, and what is undefined and why: see `report.risk_report`."""
         return risk_report(values, self.task.questions, threshold=self.task.options.threshold)
 
-    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, drawing.Picture]:
+    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, drawing.ImageArray]:
         """`roc` and `calibration`, with a curve for each question and a diagram for each event."""
         if "roc" not in values:
             return {}
@@ -155,7 +156,7 @@ class VolumeRiskPresenter(Presenter):
             pairs = zip(about.questions, about.positive_weights, strict=True)
             lines.append("weights of yes: " + ", ".join(f"{name} {weight:.3g}" for name, weight in pairs))
         if task.new_weights:
-            lines.append(f"not in {options.model}, so new: {listed(task.new_weights)}")
+            lines.append(f"not in {options.model}, so initialised: {listed(task.new_weights)}")
         return lines
 
     def _windows(self) -> list[tuple[str, Any]]:

@@ -10,18 +10,18 @@ from lockstep_recipes.tasks.confusion import aligned
 from lockstep_recipes.tasks.ct.metrics import FALLING
 
 _WIDE = 28  # characters of a question
-_FEW = 10  # with fewer labels of a class, a bootstrap sees too little of what could have been
+_FEW = 10  # with fewer labels of a class, bootstrap intervals are too narrow
 _UNDEFINED = "undefined"
 _SCORES = ("average_precision", "brier", "sensitivity", "specificity")
 _HEADS = ("known", "yes", "no", "AUC (interval)", "avg. precision", "Brier", "sensitivity", "specificity")
 
 
 def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, threshold: float) -> str:
-    """A table with a line for each question, the concordance of each event, and the reasons of what is undefined.
+    """A table with a line for each question, the concordance of each event, and the reasons for undefined scores.
 
     Args:
         values: what `RiskMetrics.compute` returns.
-        threshold: of the risk, for sensitivity and specificity.
+        threshold: the risk threshold for sensitivity and specificity.
     """
     if "label_counts" not in values:
         return ""
@@ -47,10 +47,12 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
     ]
     if FALLING in values:
         falling, patients = int(values[FALLING]), int(values["patients"][0, 0])
-        advice = "; task.head=monotone or hazard cannot have this" if falling else ""
-        lines.append(f"  patients whose risk falls from a horizon to a later one: {falling:,} of {patients:,}{advice}")
+        advice = "; task.head=monotone or hazard prevents this" if falling else ""
+        lines.append(
+            f"  patients whose risk decreases from a horizon to a later one: {falling:,} of {patients:,}{advice}"
+        )
     if few:
-        reasons.append(f"  fewer than {_FEW} of yes or no, so that intervals are too narrow: {', '.join(few)}")
+        reasons.append(f"  fewer than {_FEW} labels of yes or no, so the intervals are too narrow: {', '.join(few)}")
     return "\n".join([*lines, *reasons])
 
 

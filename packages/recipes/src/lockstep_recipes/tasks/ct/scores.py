@@ -1,7 +1,7 @@
 """Scores of predicted risks against yes/no labels, in NumPy and float64.
 
-Every function takes arrays of one question without unknown labels. scikit-learn computes the same numbers; it is no
-dependency, because an interval needs thousands of weighted AUCs, which it computes one after another.
+Every function takes arrays of one question without unknown labels. scikit-learn computes the same numbers. It is not
+used, because an interval needs thousands of weighted AUCs, which it would compute one after another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep_recipes.tasks.arrays import Array
 
 _LARGEST = 4_000_000  # numbers in an array of resamples
 _LEAST_IN_BIN = 5
-_LEAST_DEFINED = 0.5  # share of the resamples in which a score must be defined, so that it has an interval
+_LEAST_DEFINED = 0.5  # an interval needs a defined score in this fraction of the resamples
 
 
 class Pairs(NamedTuple):
@@ -27,7 +27,7 @@ class Pairs(NamedTuple):
     """float64 (resamples): all pairs."""
 
     def share(self) -> Array:
-        """The share of concordant pairs; NaN where there is no pair."""
+        """The fraction of concordant pairs; NaN if there are no pairs."""
         with np.errstate(invalid="ignore"):
             return self.concordant / np.where(self.all > 0, self.all, np.nan)
 
@@ -38,26 +38,26 @@ def concordant_pairs(risks: Array, cases: Array, controls: Array, weights: Array
     Args:
         risks: (n).
         cases, controls: bool (n). A row may be neither.
-        weights: (resamples, n): how often a resample has each row.
+        weights: (resamples, n): how often each resample contains each row.
     """
     order = np.argsort(risks, kind="stable")
     ordered = risks[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))  # of groups of equal risks
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))  # starts of groups of equal risks
     above, below = [np.add.reduceat(weights[:, order] * part[order], starts, axis=1) for part in (cases, controls)]
     lower = below.cumsum(axis=1) - below
     return Pairs((above * (lower + below / 2)).sum(axis=1), above.sum(axis=1) * below.sum(axis=1))
 
 
 def auc(risks: Array, labels: Array, weights: Array | None = None) -> Array:
-    """The area under the ROC curve: the share of pairs of a positive and a negative row in which the positive row has
-    the higher risk (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747).
+    """The area under the ROC curve: the fraction of pairs of a positive and a negative row in which the positive row
+    has the higher risk (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747).
 
     Args:
         risks, labels: (n).
         weights: (resamples, n). Default: a single resample with each row once.
 
     Returns:
-        (resamples). NaN where only one class is present.
+        (resamples). NaN if only one class is present.
     """
     if not len(risks):
         return np.full(1 if weights is None else len(weights), np.nan)
@@ -77,7 +77,7 @@ def concordance(risks: Array, times: Array, events: Array, weights: Array | None
         weights: as in `auc`.
 
     Returns:
-        (resamples). NaN where no pair can be compared.
+        (resamples). NaN if no pair can be compared.
     """
     weights = np.ones((1, len(risks))) if weights is None else weights
     concordant, pairs = np.zeros(len(weights)), np.zeros(len(weights))
@@ -89,7 +89,7 @@ def concordance(risks: Array, times: Array, events: Array, weights: Array | None
 
 
 def event_times(labels: Array, horizons: Sequence[float]) -> tuple[Array, Array]:
-    """When an event was seen, or until when its absence is known, from labels at several horizons.
+    """When an event was seen, or until when it is known not to have happened, from labels at several horizons.
 
     An event is placed at the first horizon whose label is 1. A row without such a label is censored at the last horizon
     whose label is 0.
@@ -109,8 +109,8 @@ def event_times(labels: Array, horizons: Sequence[float]) -> tuple[Array, Array]
 
 
 def average_precision(risks: Array, labels: Array) -> float:
-    """The sum of the precision at each threshold, times the recall that this threshold adds. NaN where only one class
-    is present."""
+    """The sum of the precision at each threshold, times the recall that this threshold adds. NaN if only one class is
+    present."""
     true, false = _counts_above(risks, labels)
     if not len(true) or not true[-1] or not false[-1]:
         return np.nan
@@ -119,8 +119,8 @@ def average_precision(risks: Array, labels: Array) -> float:
 
 
 def roc(risks: Array, labels: Array, false_positive_rates: Array) -> Array:
-    """The sensitivity at given false-positive rates, on the straight lines between the points of the ROC curve. NaN
-    where only one class is present."""
+    """The sensitivity at given false-positive rates, by linear interpolation between the points of the ROC curve. NaN
+    if only one class is present."""
     true, false = _counts_above(risks, labels)
     if not len(true) or not true[-1] or not false[-1]:
         return np.full(len(false_positive_rates), np.nan)
@@ -143,7 +143,7 @@ def brier(risks: Array, labels: Array) -> float:
 
 
 def sensitivity_and_specificity(risks: Array, labels: Array, threshold: float) -> tuple[float, float]:
-    """The share of positive rows with at least the risk `threshold`, and of negative rows with less. NaN without such
+    """The fraction of positive rows with at least the risk `threshold`, and of negative rows below it. NaN without such
     rows."""
     said = risks >= threshold
     shares = (part.mean() if len(part) else np.nan for part in (said[labels == 1], ~said[labels == 0]))
@@ -152,12 +152,11 @@ def sensitivity_and_specificity(risks: Array, labels: Array, threshold: float) -
 
 
 def calibration(risks: Array, labels: Array, bins: int) -> Array:
-    """Predicted risks beside observed shares, in bins between quantiles of the risks.
-
-    There are fewer bins where a bin would have less than 5 rows. Equal risks are in the same bin.
+    """Predicted risks and observed frequencies, in bins between quantiles of the risks. There are fewer bins if a bin
+    would have less than 5 rows. Equal risks are in the same bin.
 
     Returns:
-        (bins, 3): mean risk, share of positive labels, number of rows. Bins without rows have NaN, NaN, 0.
+        (bins, 3): mean risk, fraction of positive labels, number of rows. Bins without rows have NaN, NaN, 0.
     """
     table = np.full((bins, 3), np.nan)
     table[:, 2] = 0
@@ -172,13 +171,13 @@ def calibration(risks: Array, labels: Array, bins: int) -> Array:
 
 
 def resamples(groups: Array, count: int, seed: int) -> Iterator[Array]:
-    """Bootstrap resamples of groups of rows, such as all scans of a patient. They depend on the arguments only.
+    """Bootstrap resamples of groups of rows, such as all scans of a patient. They depend only on the arguments.
 
     Args:
         groups: int (n): the number of the group of each row, from 0.
 
     Yields:
-        float64 (part of `count`, n): how often each resample has each row.
+        float64 (some of `count`, n): how often each resample contains each row.
     """
     random, number = np.random.default_rng(seed), int(groups.max()) + 1 if len(groups) else 0
     at_once = max(1, _LARGEST // max(1, len(groups)))
@@ -191,7 +190,7 @@ def resamples(groups: Array, count: int, seed: int) -> Iterator[Array]:
 def interval(values: Array, level: float) -> tuple[float, float]:
     """The percentile interval of a score over resamples.
 
-    Resamples in which the score is undefined (NaN) are left out. NaN, NaN where these are more than half.
+    Resamples in which the score is undefined (NaN) are left out. NaN, NaN if these are more than half.
     """
     defined = values[np.isfinite(values)]
     if not len(values) or len(defined) < _LEAST_DEFINED * len(values):

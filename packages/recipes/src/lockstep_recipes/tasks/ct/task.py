@@ -1,4 +1,4 @@
-"""Risks from CT volumes: yes/no questions about a patient, many of whose answers may be unknown."""
+"""Risks from CT volumes: yes/no questions about a patient. Answers may be unknown."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from lockstep_recipes.tasks.ct.volume_table import (
     read_volume_table,
 )
 from lockstep_recipes.tasks.ct.volumes.choice import choose_slices, slice_groups
-from lockstep_recipes.tasks.ct.volumes.pictures import slice_pictures
+from lockstep_recipes.tasks.ct.volumes.images import slice_images
 from lockstep_recipes.tasks.ct.volumes.windows import windows_of
 from lockstep_recipes.tasks.kept import KeptTask
-from lockstep_recipes.tasks.vision.pictures.normalise import usual_mean_and_std
+from lockstep_recipes.tasks.vision.images.normalise import usual_mean_and_std
 
 Batch = dict[str, Any]
 Output = dict[str, Tensor]
@@ -48,7 +48,7 @@ _PATIENTS = "patients.csv"
 
 @dataclass(frozen=True)
 class About:
-    """The facts that the task learns from its data, and keeps with the run."""
+    """What the task derives from its data, and keeps with the run."""
 
     questions: list[str]
     """Names of the questions, in the order of the logits."""
@@ -73,14 +73,14 @@ class Prepared:
     counts: list[int]
     """Slices of each group. In training, a sample is one group."""
     places: Tensor
-    """int64 (all slices of the groups): their numbers in the volume, from the feet on."""
+    """int64 (all slices of the groups): their numbers in the volume, counted from the feet."""
     positions: Tensor
     """float32 (all slices of the groups): millimetres from the first slice of the volume."""
     labels: Tensor
     """float32 (questions)."""
     index: int
     rows: SliceRows | None = None
-    """The kept features. None: the pictures are all slices."""
+    """The cached features. None: `slices` contains all slices."""
 
 
 @final
@@ -91,24 +91,25 @@ class VolumeRisk(KeptTask):
 
     | key | | |
     |---|---|---|
-    | `slices` | uint8 (pictures, channels, size, size) | slices of all volumes one after another |
-    | `counts` | int64 (groups) | slices of each group; a group is a volume, or a part of it |
+    | `slices` | uint8 (images, channels, size, size) | slices of all volumes one after another |
+    | `counts` | int64 (groups) | number of slices of each group; a group is a volume or some of its slices |
     | `longest` | int | the largest of `counts` |
     | `positions` | float32 (slices) | millimetres along the axis |
     | `places` | int64 (slices) | numbers of the slices in their volumes |
     | `labels` | float32 (volumes, questions) | 1, 0 or NaN |
-    | `index` | int64 (volumes) | places of the samples in their table |
-    | `groups` | int64 (volumes) | groups of each volume, with `eval_slices: all` alone |
+    | `index` | int64 (volumes) | indices of the samples in their table |
+    | `groups` | int64 (volumes) | number of groups of each volume, only with `eval_slices: all` |
 
-    Where features are kept, `features.batch_entries` adds its keys, and `slices` are the other slices alone.
+    If features are cached, `features.batch_entries` adds its keys, and `slices` contains only the remaining slices.
 
-    An output is a dict of `risks`: (volumes, questions), probabilities; and of the `max_slices` slices with the largest
-    attention weights, from feet to head: `attention`: (volumes, `max_slices`), whose sum over all slices of a volume is
-    1; `slices`: int64, their numbers in the volume, -1 in places without a slice; `positions`: float32, millimetres.
+    An output is a dict of `risks`: (volumes, questions), probabilities; and, for the `max_slices` slices with the
+    largest attention weights, from feet to head: `attention`: (volumes, `max_slices`), whose sum over all slices of a
+    volume is 1; `slices`: int64, their numbers in the volume, -1 for entries without a slice; `positions`: float32,
+    millimetres.
 
     Args:
-        train, eval: tables of volumes: see `tasks.ct.volume_table.read_volume_table`. Without `eval`, the other rows of
-            `train` are used, if the table says which these are, or `fold` does.
+        train, eval: tables of volumes: see `tasks.ct.volume_table.read_volume_table`. Without `eval`, the evaluation
+            rows of `train` are used, if the table or `fold` determines them.
         fold: `2/5`: the second of five folds of the patients of `train` is for evaluation.
     """
 
@@ -121,8 +122,8 @@ class VolumeRisk(KeptTask):
         self, options: VolumeRiskOptions, train: str, eval: str | None = None, fold: str | None = None
     ) -> None:
         if eval is not None and fold is not None:
-            remedy = "leave out data.eval, or data.fold"
-            what = "a fold of data.train is for evaluation, besides data.eval"
+            remedy = "remove data.eval or data.fold"
+            what = "both data.fold and data.eval set the evaluation data"
             raise UsageError(what, where="data.fold", remedy=remedy)
         super().__init__(options, train, eval or (train if fold is not None or has_parts(train) else None))
         self.fold = fold
@@ -135,7 +136,7 @@ class VolumeRisk(KeptTask):
         """The questions and the weights of positive labels.
 
         Raises:
-            DataError: a table cannot be used, or a patient is in both parts of the data.
+            DataError: a table cannot be used, or a patient is in both training and evaluation data.
         """
         if self._eval is not None:
             check_patients_apart(self._train, self._eval)
@@ -143,12 +144,12 @@ class VolumeRisk(KeptTask):
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the backbone's config, and the patients of each part of the data."""
+        """Write the backbone's config, and the patients of the training and the evaluation data."""
         backbone_config(self.options).save_pretrained(folder)
         self._write_patients(folder / _PATIENTS)
 
     def _write_patients(self, path: Path) -> None:
-        """Write a line for each patient with the part of the data that the patient is in: `train` or `eval`."""
+        """Write a line for each patient with the split of the patient: `train` or `eval`."""
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["patient", "part"])
@@ -178,7 +179,7 @@ class VolumeRisk(KeptTask):
     @cached_property
     def outcomes(self) -> list[list[int]]:
         """The questions of each event by their numbers, from the nearest horizon to the farthest. A question without a
-        time is an event of its own."""
+        time is a separate event."""
         timed = [[place for _, place in times] for times in horizons(self.questions).values()]
         known = {place for group in timed for place in group}
         return [*timed, *([place] for place in range(len(self.questions)) if place not in known)]
@@ -199,7 +200,8 @@ class VolumeRisk(KeptTask):
         return VolumeRiskModel(backbone, aggregator, head, slices_per_chunk=options.slices_per_chunk, **normalisation)
 
     def tensor_plan(self) -> dict[str, str]:
-        """The plan of a vision transformer of transformers: its attention and feed-forward layers are cut."""
+        """The tensor-parallel plan of a vision transformer of transformers: attention and feed-forward layers are
+        sharded."""
         return {
             "backbone.network.*.attention.[qkv]_proj": "colwise",
             "backbone.network.*.attention.o_proj": "rowwise",
@@ -208,7 +210,7 @@ class VolumeRisk(KeptTask):
         }
 
     def _kept_features(self) -> KeptFeatures | None:
-        """The kept features of slices."""
+        """The cached features of slices."""
         options = self.options
         if not options.frozen_epochs or not options.keep_features:
             return None
@@ -217,8 +219,8 @@ class VolumeRisk(KeptTask):
     # ---- from a volume to a batch
 
     def prepare(self, sample: VolumeSample, epoch: int, training: bool) -> Prepared:
-        """The slices of a sample. In training they are chosen at random, and changed at random from the epoch
-        `frozen_epochs` on."""
+        """The slices of a sample. In training they are chosen at random, and augmented from the epoch
+        `frozen_epochs`."""
         options, count = self.options, len(sample.slices)
         if training:
             groups = [choose_slices(count, options.max_slices, how=options.train_slices)]
@@ -248,7 +250,7 @@ class VolumeRisk(KeptTask):
             size = options.image_size
             return torch.empty(0, len(self.windows), size, size, dtype=torch.uint8)
         augment = options.augment if changes else None
-        return slice_pictures(
+        return slice_images(
             sample.slices[places], self.windows, options.image_size, augment=augment, keep_shape=options.keep_shape
         )
 
@@ -318,7 +320,7 @@ class VolumeRisk(KeptTask):
     def metrics(self) -> Metrics:
         """Scores of each question and event: see `metrics.RiskMetrics` and `metrics.AnswerAccuracy`.
 
-        The log of the training has the accuracy. The other scores need all risks at once.
+        The training log has only the accuracy, because all other scores need all risks at once.
         """
         options = self.options
         metric = RiskMetrics(
@@ -333,7 +335,7 @@ class VolumeRisk(KeptTask):
 
 
 def _positive_weights(options: VolumeRiskOptions, questions: Sequence[str], labels: Tensor) -> list[float] | None:
-    """The factor of each question, as the options ask for.
+    """The factor of each question, from the options.
 
     Raises:
         UsageError: a question does not exist.

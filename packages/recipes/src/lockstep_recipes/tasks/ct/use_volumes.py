@@ -1,4 +1,4 @@
-"""Risks from CT volumes by the exported model that lies beside this file. It needs torch and NumPy, and nothing else.
+"""Predict risks from CT volumes with the exported model next to this file. Needs only torch and NumPy.
 
     python use_model.py VOLUME.npz...     a line of JSON for each volume
 
@@ -7,7 +7,7 @@
 
 A volume is `slices`: (n, rows, columns) in Hounsfield units from feet to head, rows from front to back, columns from
 the right of the patient to the left; and `positions`: (n) in millimetres. `lockstep export` copies this file. Slices
-are prepared as an evaluation prepares them, as `volume_risk.json` says. `model.pt2` computes the rest.
+are prepared as in an evaluation, according to `volume_risk.json`. `model.pt2` computes the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def predict(volume: Any, *, folder: str | Path = HERE, device: str = "cpu") -> d
 
     Args:
         volume: the path of a .npz file, or a pair of slices and positions.
-        device: where the model computes: `cpu`, `cuda`, `mps`.
+        device: the device that runs the model: `cpu`, `cuda`, `mps`.
     """
     about, run = _loaded(Path(folder), device)
     if isinstance(volume, str | Path):

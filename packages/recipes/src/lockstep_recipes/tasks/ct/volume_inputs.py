@@ -27,18 +27,18 @@ from lockstep_recipes.tasks.readers.table import Source
 
 
 def read_volume_inputs(arguments: Sequence[str], questions: Sequence[str], options: VolumeRiskOptions) -> VolumeTable:
-    """Volumes without labels: each volume once, at its first place.
+    """Volumes without labels: each volume once, in the order of first occurrence.
 
     An argument is a file of a volume, a folder or pattern of such files, a folder with a DICOM series, a folder of such
-    folders, or a table (CSV, TSV, JSON, Parquet) with a column of paths, all of whose rows are read.
+    folders, or a table (CSV, TSV, JSON, Parquet) with a column of paths; all its rows are read.
 
     Args:
-        questions: of the model. All labels are unknown.
+        questions: the questions of the model. All labels are unknown.
         options: the columns of tables, and how volumes are read.
 
     Raises:
-        UsageError: an argument names nothing.
-        DataError: a table has no column of paths, or a path does not exist.
+        UsageError: an argument does not name any volume.
+        DataError: a table does not have a column of paths, or a path does not exist.
     """
     found: dict[Path, tuple[str, str]] = {}  # name and patient of each path
     for argument in arguments:
@@ -64,7 +64,7 @@ def _volumes_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str,
     if path.is_dir() and not any(file.name.lower().endswith(SUFFIXES) for file in path.rglob("*")):
         folders = _series_folders(path)
         if not folders:
-            remedy = f"give a folder with a DICOM series, or with files of the kinds {', '.join(SUFFIXES)}"
+            remedy = f"give a folder with a DICOM series, or with {', '.join(SUFFIXES)} files"
             raise UsageError("no file in this folder can be used", where=argument, remedy=remedy)
         return [(folder, str(folder), folder.name) for folder in folders]
     return [(file, str(file), file.name) for file in find_files([argument], SUFFIXES)]
@@ -82,7 +82,7 @@ def _rows_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str, st
 
 
 def _series_folders(folder: Path) -> list[Path]:
-    """The outermost folders that hold DICOM files themselves: a series may go on in folders inside."""
+    """The outermost folders that directly contain DICOM files: a series may continue in folders inside them."""
     found: list[Path] = []
     for parent in sorted({file.parent for file in dicom_files(folder)}):
         if not any(outer in parent.parents for outer in found) and any(map(is_dicom, parent.iterdir())):

@@ -1,4 +1,4 @@
-"""Yes/no labels of a table, some of them unknown, and questions that ask for an event within several times."""
+"""Yes/no labels of a table, some of them unknown, and questions about an event within several times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 5
 
 
 def label_columns(labels: Sequence[str] | None, table: Table) -> list[str]:
-    """The columns that hold labels.
+    """The columns that contain labels.
 
     Args:
         labels: names, or patterns such as `lung_mets_*`. None: the columns that end in a time, such as `death_5y`.
@@ -37,7 +37,7 @@ def label_columns(labels: Sequence[str] | None, table: Table) -> list[str]:
         found = [name for name in names if (match := _HORIZON.match(name)) and match["event"]]
         if not found:
             remedy = f"set task.labels to some of: {', '.join(names)}"
-            raise DataError("no column looks like a label, such as `death_5y`", where=table.name, remedy=remedy)
+            raise DataError("no column has the name of a label, such as `death_5y`", where=table.name, remedy=remedy)
         return found
     chosen: dict[str, None] = {}
     for label in labels:
@@ -62,19 +62,19 @@ def label_values(table: Table, questions: Sequence[str]) -> npt.NDArray[np.float
             text = {"True": "1", "False": "0"}.get(text, text) if isinstance(value, bool) else text
             if text not in _VALUES:
                 what = f"the label in column {question!r} is {value!r}, not 0, 1 or blank"
-                remedy = "write 1 (yes), 0 (no), or nothing (unknown); or leave the column out of task.labels"
+                remedy = "write 1 (yes), 0 (no), or nothing (unknown); or remove the column from task.labels"
                 raise DataError(what, where=table.where(row), remedy=remedy)
             values[row, place] = _VALUES[text]
     return values
 
 
 def horizons(questions: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
-    """The questions that ask for the same event within several times, such as `death_1y` and `death_3y`.
+    """The questions about the same event within several times, such as `death_1y` and `death_3y`.
 
     Times are numbers with y (years), m (months) or d (days) at the end of the name.
 
     Returns:
-        By event, its times in years with the places of the questions, ascending. Events with one time are included, and
+        By event, its times in years with the indices of the questions, ascending. Events with one time are included;
         questions without a time are not.
     """
     groups: dict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -85,10 +85,10 @@ def horizons(questions: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
 
 
 def check_horizons(values: Array, questions: Sequence[str], table: Table) -> None:
-    """An event that happened within one time has happened within every time that is as long or longer.
+    """Check that an event that happened within one time also happened within every longer time.
 
     Raises:
-        DataError: a row says otherwise. The error names rows and columns.
+        DataError: a row contradicts this. The error names rows and columns.
     """
     faults = []
     for times in horizons(questions).values():
@@ -100,12 +100,15 @@ def check_horizons(values: Array, questions: Sequence[str], table: Table) -> Non
         row, early_name, late_name = min(faults)
         rows_ = sorted({fault[0] for fault in faults})
         more = f" ({len(rows_)} such rows: {', '.join(map(table.where, rows_[:_SHOWN]))})" if len(rows_) > 1 else ""
-        what = f"{early_name} is 1 and {late_name} is 0, but an event stays an event{more}"
+        what = (
+            f"{early_name} is 1 but {late_name} is 0: an event within the shorter time is also within the longer "
+            f"one{more}"
+        )
         raise DataError(what, where=table.where(row), remedy="correct the labels; leave unknown labels blank")
 
 
 def one_sided(values: Array, questions: Sequence[str]) -> list[str]:
-    """A note on questions of which not both answers are known."""
+    """A note on questions with an answer that never occurs."""
     notes = []
     for answer, name in ((1, "yes"), (0, "no")):
         lacking = [

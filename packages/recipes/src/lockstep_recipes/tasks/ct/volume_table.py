@@ -42,7 +42,7 @@ class VolumeSample:
     """A raw sample."""
 
     slices: Slices
-    """int16 (n, rows, columns) in HU, from feet to head. `slices[places]` is an array of the chosen slices: these alone
+    """int16 (n, rows, columns) in HU, from feet to head. `slices[places]` is an array of the chosen slices: only these
     are read from the cache."""
     positions: npt.NDArray[np.float32]
     """float32 (n): distance from the first slice in millimetres, ascending."""
@@ -50,29 +50,29 @@ class VolumeSample:
     """float32 (questions): 1 (yes), 0 (no) or NaN (unknown)."""
     patient: str
     name: str
-    """The path of the volume as the table has it."""
+    """The path of the volume as in the table."""
     key: str
-    """The content address of the volume: it changes with its voxels, and not with its name."""
+    """The content address of the volume: it changes with its voxels, not with its name."""
     index: int = 0
-    """The place of the sample in its table."""
+    """The index of the sample in its table."""
     notes: tuple[str, ...] = ()
     """Remarks of the reader: gantry tilt, missing slices."""
 
 
 @dataclass(frozen=True)
 class VolumeOptions:
-    """The way in which volumes are read."""
+    """How volumes are read."""
 
     distance_mm: float | None = None
-    """Slices are resampled to this distance. None: they stay as they are."""
+    """Distance in millimetres to which slices are resampled. None: slices are not resampled."""
     allow_gaps: bool = False
-    """Make missing slices a remark, and not an error."""
+    """Report missing slices as a remark instead of an error."""
     cache: bool = True
-    """Keep decoded volumes on disk. Otherwise a volume is read whole each time."""
+    """Keep decoded volumes on disk. Otherwise the whole volume is read each time."""
 
 
 def volume_options(options: VolumeRiskOptions) -> VolumeOptions:
-    """The way in which volumes are read, as the options of the task say it."""
+    """How volumes are read, from the options of the task."""
     return VolumeOptions(options.slice_distance_mm, allow_gaps=options.allow_gaps, cache=options.keep_volumes)
 
 
@@ -80,11 +80,11 @@ class VolumeTable(Dataset[VolumeSample]):
     """Volumes with labels.
 
     Args:
-        paths: of the volumes.
-        names: of the volumes in their source.
-        places: of the volumes in their source, for messages, such as `labels.csv:7`.
-        patients: of the volumes.
-        patients_are_known: False: each volume stands for a patient, and `patients` tell volumes apart and no more.
+        paths: the paths of the volumes.
+        names: the names of the volumes in their source.
+        places: the places of the volumes in their source for messages, such as `labels.csv:7`.
+        patients: the patients of the volumes.
+        patients_are_known: False: each volume counts as a patient, and `patients` only distinguishes volumes.
         questions: the names of the label columns.
         labels: float32 (volumes, questions): 1, 0 or NaN.
         check_first: whether all volumes are read before a new run trains; see `Task.train_data`.
@@ -115,7 +115,7 @@ class VolumeTable(Dataset[VolumeSample]):
         """float32 (volumes, questions): 1 (yes), 0 (no) or NaN (unknown)."""
         self.options = options
         self.notes = tuple(notes)
-        """Remarks for people about the way in which the source was read."""
+        """Remarks about how the source was read."""
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -165,7 +165,7 @@ class VolumeTable(Dataset[VolumeSample]):
         return f"{sample.name}: {'; '.join(sample.notes)}" if sample.notes else None
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a volume or a label changes: by size and time of the files, which are
+        """Hexadecimal digits that change if a volume or a label changes. They use size and time of the files, which are
         not read."""
         digest = hashlib.sha256(repr((self.questions, self.patients, self.options)).encode())
         digest.update(np.ascontiguousarray(self.labels).data)
@@ -185,22 +185,22 @@ def read_volume_table(
 ) -> VolumeTable:
     """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
 
-    Which rows are read: with `fold`, those of the fold (evaluation) or of all other folds (training); else, where the
-    table has a column `split`, those with `train`, `training`, or `val`, `validation`, `valid`, `eval`, `test`; else
-    all. In training, rows without any known label are left out, which is a note.
+    Which rows are read: with `fold`, those of the fold (evaluation) or of all other folds (training). Otherwise, if the
+    table has a column `split`, those with `train`, `training`, or `val`, `validation`, `valid`, `eval`, `test`.
+    Otherwise all. In training, rows without any known label are left out, and a note reports it.
 
     Args:
         source: the table. Paths in it are relative to its folder.
-        split: which part to read.
+        split: the split to read.
         options: its `columns`, `labels`, `leaks`, `fold_seed` and `check_volumes`, and how volumes are read.
-        questions: of the training data, for the evaluation data. None: as `options.labels` says.
+        questions: for evaluation data, the questions of the training data. None: those of `options.labels`.
         fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `fold_seed` and the
             table.
 
     Raises:
-        DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is
-            known at one horizon and denied at a later one; no row is left. Errors name file, line and column.
-        UsageError: the fold is none, or a leaking column is used as an input.
+        DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is 1
+            at one horizon and 0 at a later one; no row remains. Errors name file, line and column.
+        UsageError: the fold is invalid, or a leaking column is used as an input.
     """
     table = Source.parse(source).read()
     taken = table_column(options.columns.image, IMAGE, table, "image", needed=True)
@@ -215,7 +215,7 @@ def read_volume_table(
     chosen = None if fold is None else Fold.parse(fold)
     rows, notes = _rows(table, values, patients, split=split, fold=chosen, seed=options.fold_seed)
     if person is None:
-        notes.append("the table has no column of patients: each volume is taken as a patient")
+        notes.append("the table has no column of patients: each volume counts as a patient")
     if split == "train":
         rows, without = _with_labels(rows, values)
         notes += without
@@ -236,28 +236,30 @@ def read_volume_table(
 
 
 def _no_rows(table: Table, key: str, split: Split) -> DataError:
-    """The error where no row belongs to `split`. It tells which values the column of the parts has."""
+    """The error if no row belongs to `split`. It names the values of the split column."""
     column = next((name for name in table.columns if name.lower() in _SPLIT), None)
     counts = Counter(() if column is None else (str(value).strip() for value in table.columns[column]))
     if column is None or any(value.lower() in (TRAIN if split == "train" else EVAL) for value in counts):
-        remedy = "give rows with labels for this part"  # it has rows without labels, or a fold has none
-        return DataError(f"{key} holds no volume for {split}", where=table.name, remedy=remedy)
+        remedy = "give rows with labels for this split"  # it has rows without labels, or a fold has none
+        return DataError(f"{key} contains no volume for {split}", where=table.name, remedy=remedy)
     has = ", ".join(f"{value!r} in {count:,} row{'s' * (count > 1)}" for value, count in counts.most_common())
     wanted = TRAIN[0] if split == "train" else " or ".join(EVAL)
     remedy = (
-        f"write {wanted} into {column!r} for the rows of this part, name another table in {key}, or set data.fold=1/5: "
-        "it divides the patients of all rows, and does not use this column"
+        f"write {wanted} into {column!r} for the rows of this split, name a different table in {key}, or set "
+        "data.fold=1/5, which splits the patients of all rows and ignores this column"
     )
-    return DataError(f"{key} holds no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy)
+    return DataError(
+        f"{key} contains no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy
+    )
 
 
 def has_parts(source: str) -> bool:
-    """True if a table says in a column `split` which rows are for evaluation."""
+    """True if a table has a column `split` that marks the rows for evaluation."""
     return any(name.lower() in _SPLIT for name in Source.parse(source).read().columns)
 
 
 def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
-    """No patient and no volume may be in both parts.
+    """Check that no patient and no volume is in both splits.
 
     Raises:
         DataError: patients are in both, or volumes are. The error names some, with their rows.
@@ -273,21 +275,21 @@ def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
                 f"{name} ({train.where(rows[name])} and {evaluation.where(row)})"
                 for name, row in list(both.items())[:_SHOWN]
             )
-            what = f"{len(both)} {kind} are in the training part and in the evaluation part: {shown}"
+            what = f"{len(both)} {kind} are in both the training and the evaluation data: {shown}"
             remedy = "give a column `split` with one value for each patient, set a fold, or move the rows"
             raise DataError(what, remedy=remedy)
 
 
 def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence[str], where: str) -> None:
-    """Columns that hold the outcome must not be inputs of the model.
+    """Check that columns that contain the outcome are not inputs of the model.
 
     Args:
-        inputs: columns that the model is given.
-        leaks: columns, or patterns, that hold the outcome.
+        inputs: columns that the model gets.
+        leaks: columns, or patterns, that contain the outcome.
         names: all columns.
 
     Raises:
-        DataError: a leak names no column.
+        DataError: a leak does not match any column.
         UsageError: an input is a leak.
     """
     for leak in leaks:
@@ -296,8 +298,8 @@ def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence
             hint = did_you_mean(leak, names)
             raise DataError(f"there is no column {leak!r}", where=where, remedy=f"{hint}Known are {', '.join(names)}")
         if refused := sorted(set(found) & set(inputs)):
-            what = f"{', '.join(refused)} holds the outcome ({leak!r}), and cannot be an input"
-            raise UsageError(what, where=where, remedy="choose another column, or remove it from the leaks")
+            what = f"{', '.join(refused)} contains the outcome ({leak!r}), so it cannot be an input"
+            raise UsageError(what, where=where, remedy="choose a different column, or remove it from the leaks")
 
 
 # ---- columns
@@ -315,30 +317,30 @@ def table_column(
 def _rows(
     table: Table, values: Array, patients: Sequence[str], *, split: Split, fold: Fold | None, seed: int
 ) -> tuple[list[int], list[str]]:
-    """The rows of a part, and notes."""
+    """The rows of a split, and notes."""
     column = next((name for name in table.columns if name.lower() in _SPLIT), None)
     if fold is not None:
         number = folds_of(patients, values, fold.folds, seed=seed)
         wanted = [row for row in range(len(table)) if (number[row] == fold.number - 1) == (split == "eval")]
         notes = [f"fold {fold.number} of {fold.folds} is for evaluation"]
-        return wanted, notes + ([f"folds have all rows: column {column!r} is not used"] if column else [])
+        return wanted, notes + ([f"folds use all rows: column {column!r} is ignored"] if column else [])
     if column is None:
         return list(range(len(table))), []
     written = [str(value).strip().lower() for value in table.columns[column]]
     for row, value in enumerate(written):
         if value not in (*TRAIN, *EVAL):
             remedy = f"write {TRAIN[0]} or {EVAL[0]}"
-            raise DataError(f"{value!r} in column {column!r} is no part", where=table.where(row), remedy=remedy)
+            raise DataError(f"{value!r} in column {column!r} is not a split", where=table.where(row), remedy=remedy)
     usual = TRAIN if split == "train" else next(((name,) for name in EVAL if name in written), EVAL)
     others = [value for value in written if value in EVAL and value not in usual] if split == "eval" else []
     notes = []
     if others:
-        notes = [f"{len(others)} rows of other parts for evaluation are not used: {', '.join(sorted(set(others)))}"]
+        notes = [f"{len(others)} rows of other evaluation splits are not used: {', '.join(sorted(set(others)))}"]
     return [row for row, value in enumerate(written) if value in usual], notes
 
 
 def _text(value: Any) -> str:
-    """A cell as text; blank where the cell is empty. A whole number is written alike in every format."""
+    """A cell as text; blank if the cell is empty. An integer is written in the same way in every format."""
     if value is None or value != value:
         return ""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
@@ -358,7 +360,7 @@ def _patients(table: Table, column: str) -> list[str]:
 
 
 def _with_labels(rows: list[int], values: Array) -> tuple[list[int], list[str]]:
-    """The rows with a known label, and a note on the others."""
+    """The rows with a known label, and a note on the rest."""
     known = [row for row in rows if not np.isnan(values[row]).all()]
     left_out = len(rows) - len(known)
     return known, [f"{left_out} rows without a known label are left out"] if left_out else []

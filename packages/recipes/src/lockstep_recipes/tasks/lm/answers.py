@@ -1,4 +1,4 @@
-"""Answers that are numbers: those of a text, and whether two texts give the same."""
+"""Numeric answers: extract the answer of a text, and compare two texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _MARK = "####"  # before the result, in data such as GSM8K
 
 
 def number_in(text: str) -> float | None:
-    """The number that a text gives as its answer: the first behind ####, else the last. None: it has none."""
+    """The number that a text gives as its answer: the first after ####, otherwise the last. None: there is no
+    number."""
     _, mark, behind = text.rpartition(_MARK)
     found = _NUMBER.findall(behind)
     return float(found[0 if mark else -1].replace(",", "")) if found else None

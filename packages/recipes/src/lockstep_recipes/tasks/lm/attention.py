@@ -11,34 +11,36 @@ from torch.nn import functional
 
 from lockstep.core.errors import UsageError
 
-_SIMILAR = 1.25  # documents of a group: more groups take more calls, and fewer groups more padding
+_SIMILAR = 1.25  # ratio of lengths in a group: more groups need more calls, fewer groups more padding
 _OF_TRANSFORMERS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 
 
 class Pieces(NamedTuple):
-    """Documents one behind the other, over all rows."""
+    """Documents one after another, over all rows."""
 
     begins: Tensor
-    """The first place of each, and the number of places: int32 (documents + 1)."""
+    """The first position of each, then the number of positions: int32 (documents + 1)."""
     longest: int
-    """No document has more places."""
+    """The maximum length of a document."""
 
 
 def begins_of(positions: Tensor) -> Tensor:
-    """`Pieces.begins` from positions in documents, (rows, tokens). Each padding has position 0, and stands alone."""
+    """`Pieces.begins` from positions in documents, (rows, tokens). Each padding token has position 0, and is its own
+    document."""
     begins = (positions.flatten() == 0).nonzero().flatten()
     return torch.cat([begins, torch.tensor([positions.numel()])]).int()
 
 
 class Groups(NamedTuple):
-    """Documents of similar length, each as if it were a row of its own. Places are counted over all rows."""
+    """Documents of similar length, each treated as a separate row. Positions are counted over all rows."""
 
     taken: Tensor
-    """The place of each place of the groups, one group behind the other; a shorter document repeats its last."""
+    """The position of each entry of the groups, one group after another. A shorter document repeats its last
+    position."""
     back: Tensor
-    """Where in the groups each place is: (places)."""
+    """The index of each position in the groups: (positions)."""
     shapes: list[tuple[int, int]]
-    """The number of documents of each group, and the places of the longest."""
+    """The number of documents of each group, and the length of the longest."""
 
 
 def groups_of(positions: Tensor) -> Groups:
@@ -62,10 +64,10 @@ def groups_of(positions: Tensor) -> Groups:
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """The mask in which each token sees itself and the tokens before it of its own document.
+    """The mask in which each token sees itself and the earlier tokens of its document.
 
     Args:
-        documents: the document's number of each token: (samples, tokens).
+        documents: the document number of each token: (samples, tokens).
 
     Returns:
         (samples, 1, tokens, tokens).
@@ -86,10 +88,10 @@ def block_mask(documents: Tensor) -> Any:
 
 
 def mask_for(kind: str, model: nn.Module, batch: dict[str, Any]) -> Any:
-    """What a model needs to know of the documents in a batch. None: rows are documents, or positions say it all.
+    """What a model needs to know about the documents in a batch. None: rows are documents, or positions are sufficient.
 
     Args:
-        kind: `task.attention`. In evaluations without CUDA, SDPA takes its place.
+        kind: `task.attention`. In evaluations without CUDA, SDPA is used instead.
 
     Raises:
         UsageError: this kind of attention cannot train on the device.
@@ -113,10 +115,10 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def use(model: nn.Module, kind: str) -> None:
-    """Let a model of transformers use this kind of attention, where there is CUDA.
+    """Make a transformers model use this kind of attention, if CUDA is available.
 
     Raises:
-        UsageError: the model or this machine does not have it.
+        UsageError: the model or this machine does not support it.
     """
     if kind == "sdpa" or not torch.cuda.is_available():
         return
@@ -129,8 +131,8 @@ def use(model: nn.Module, kind: str) -> None:
 
 
 def finds_documents(model: nn.Module) -> bool:
-    """True if a model must find documents by their positions: some layers see a window of tokens, and not all tokens
-    before, or its attention takes no mask of tokens by tokens."""
+    """True if a model must find documents by their positions: some layers see a window of tokens instead of all earlier
+    tokens, or its attention does not accept a mask of tokens by tokens."""
     config = getattr(model, "config", None)
     has_windows = config is not None and getattr(config.get_text_config(), "sliding_window", None)
     return bool(has_windows) or getattr(config, "_attn_implementation", None) in _OF_TRANSFORMERS.values()
@@ -143,7 +145,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
         mask: from `mask_for`, or a mask as SDPA takes it. None: see `is_causal`.
 
     Raises:
-        UsageError: flash attention was called with numbers of more than 16 bits.
+        UsageError: flash attention was called with numbers that have more than 16 bits.
     """
     if mask is None or isinstance(mask, Tensor):
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
@@ -155,7 +157,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     from torch.nn.attention.varlen import varlen_attn
 
     if value.dtype not in (torch.bfloat16, torch.float16):
-        what = f"flash attention computes in 16 bits, and not in {str(value.dtype).removeprefix('torch.')}"
+        what = f"flash attention computes in 16 bits, not in {str(value.dtype).removeprefix('torch.')}"
         raise UsageError(what, where="task.attention=flash", remedy="use precision=bf16, or task.attention=flex")
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
@@ -165,7 +167,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, groups: Groups) -> Tensor:
-    """Attention of each document alone: on a CPU that takes less time than a mask, which computes what it hides."""
+    """Attention of each document separately. On a CPU, this is faster than a mask, which also computes what it
+    hides."""
     sizes = [count * longest for count, longest in groups.shapes]
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     parts = [torch.split(part.index_select(0, groups.taken), sizes) for part in flat]
@@ -192,6 +195,6 @@ def rotations(positions: Tensor, width: int, base: float, dtype: torch.dtype) ->
 
 
 def rotated(heads: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys, turned by their positions. Number i makes a pair with number i + width / 2."""
+    """Queries or keys, rotated by their positions. Element i forms a pair with element i + width / 2."""
     first, second = heads.chunk(2, dim=-1)
     return heads * turns[0] + torch.cat([-second, first], dim=-1) * turns[1]

@@ -29,7 +29,8 @@ def write(
     """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them.
 
     Args:
-        step: of the weights: the card has the results of this step only. None: it is not known, and there are none.
+        step: the step of the weights: the card contains only the results of this step. None: unknown, and the card has
+            no results.
     """
     run_dir = task.folder.parent if task.folder is not None else None
     entries = _entries(run_dir / "metrics.jsonl") if run_dir is not None else []
@@ -48,16 +49,16 @@ def write(
     lines += [f"- {line}" for line in _training(task, config, entries, step)]
     results = _results([entry for entry in entries if entry["step"] == step])
     if step is not None and not any(name.startswith("eval/") for name in results):
-        lines += ["", "## Results", "", f"These weights, of step {step:,}, were not evaluated."]
+        lines += ["", "## Results", "", f"These weights (step {step:,}) were not evaluated."]
     elif results:
         lines += ["", f"## Results of step {step:,}", "", "| result | value |", "|---|---|"]
         lines += [f"| `{result}` | {value:.5g} |" for result, value in results.items()]
-        lines += ["", "`eval/loss` is in nats by token. `eval/bits_per_byte` can be compared over tokenizers."]
+        lines += ["", "`eval/loss` is in nats per token. `eval/bits_per_byte` is comparable across tokenizers."]
     return "\n".join([*lines, ""])
 
 
 def _example(task: LanguageModel) -> tuple[str, str]:
-    """A prompt in the form of the training texts, and its tokens: both as Python."""
+    """A prompt in the form of the training texts, and its tokens, both as Python code."""
     if task.kind == "chats":
         chat = '[{"role": "user", "content": "A question"}]'
         options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
@@ -75,7 +76,7 @@ def _training(
         lines[0] += f"; evaluated on `{task.eval_corpus.name}`"
     elif options.eval_fraction:
         lines[0] += f"; {options.eval_fraction:.0%} held back for evaluation"
-    how = "packed without attention across documents" if options.packing else "one document in a row"
+    how = "packed without attention across documents" if options.packing else "one document per row"
     lines.append(f"rows of {options.length} tokens, {how}")
     if step:
         batch = config.get("batch", {}).get("global")
@@ -91,7 +92,7 @@ def _training(
 
 
 def _command(task: LanguageModel) -> str:
-    """The command that trains such a model, with the options of the task."""
+    """The command that trains this model, with the options of the task."""
     words = [f"data.train={task.corpus.name}"] + ([f"data.eval={task.eval_corpus.name}"] if task.eval_corpus else [])
     for key, value in task.options.model_dump(exclude_defaults=True).items():
         words.append(f"task.{key}={value if isinstance(value, str) else json.dumps(value)}")
@@ -99,7 +100,7 @@ def _command(task: LanguageModel) -> str:
 
 
 def _results(entries: list[dict[str, Any]]) -> dict[str, float]:
-    """The results that a reader wants."""
+    """The results for the model card."""
     found = {name: value for entry in entries for name, value in entry.items() if name in _RESULTS}
     return {name: float(found[name]) for name in _RESULTS if isinstance(found.get(name), int | float)}
 
@@ -107,6 +108,6 @@ def _results(entries: list[dict[str, Any]]) -> dict[str, float]:
 def _entries(path: Path) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):  # the end of a line is missing after a kill
+        with contextlib.suppress(ValueError):  # after a kill, the last line may be incomplete
             entries.append(json.loads(line))
     return entries

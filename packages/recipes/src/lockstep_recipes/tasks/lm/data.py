@@ -1,4 +1,4 @@
-"""Rows of tokens: each holds one or several documents, or a piece of a document."""
+"""Rows of tokens: each contains one or several documents, or a piece of a document."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from lockstep_recipes.tasks.text.data import OfFolder, mapped
 
 NOT_LEARNED = -100
-"""The target of places whose next token is not learned. `cross_entropy` ignores it."""
+"""The target of positions whose next token is not learned. `cross_entropy` ignores it."""
 _FORMAT = 1  # of the cached files
 
 
 class Prompt(NamedTuple):
-    """The beginning of a text that the model continues."""
+    """The start of a text that the model continues."""
 
     text: str
     ids: tuple[int, ...]
@@ -36,46 +36,46 @@ class Prompt(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A raw sample. All arrays have a number for each place."""
+    """A raw sample. All arrays have one number per position."""
 
     ids: Array
     """Tokens."""
     targets: Array
-    """The token behind each place, or `NOT_LEARNED`."""
+    """The token after each position, or `NOT_LEARNED`."""
     documents: Array
     """The number of the document in the row, from 0."""
     positions: Array
     """The position in the document, or in its piece, from 0."""
     bytes: int
-    """Bytes of the text that the learned tokens end."""
+    """Bytes of text that belong to learned tokens."""
     prompts: tuple[Prompt, ...] = ()
     """Texts to continue, in evaluations and predictions."""
 
 
 class Plan(OfFolder):
-    """The pieces of documents in each row. It is a folder of the cache."""
+    """The pieces of documents in each row, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.begins, self.lengths = mapped(folder / "begins.npy"), mapped(folder / "lengths.npy")
         self.ends = mapped(folder / "ends.npy")
         self.split: int = json.loads((folder / "about.json").read_text())["split"]
-        """Number of documents that several rows share."""
+        """Number of documents that span several rows."""
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """The first token and the number of places of each piece of a row."""
+        """The first token and the length of each piece of a row."""
         pieces = slice(self.ends[row - 1] if row else 0, self.ends[row])
         return list(zip(self.begins[pieces].tolist(), self.lengths[pieces].tolist(), strict=True))
 
     @cached_property
     def sizes(self) -> Array:
-        """The places of each row: (rows)."""
+        """The length of each row: (rows)."""
         whole = np.concatenate([[0], np.cumsum(self.lengths)])
         return np.diff(whole[self.ends], prepend=0)
 
 
 def plan_rows(tokens: Tokens, length: int, packed: bool) -> Plan:
-    """The rows of documents, planned once per machine. They depend on the lengths of the documents alone.
+    """The rows of documents, planned once per machine. They depend only on the lengths of the documents.
 
     Args:
         packed: fill rows with several documents. Otherwise each piece is a row.
@@ -95,15 +95,15 @@ def plan_rows(tokens: Tokens, length: int, packed: bool) -> Plan:
 
 
 class Rows(Dataset[Row]):
-    """The rows of tokenised documents, in the order of their plan: the training shuffles them in each epoch.
+    """The rows of tokenised documents, in the order of their plan. Training shuffles them in each epoch.
 
     Args:
-        length: places of a row.
-        prompts: continued by the first row, where the samples are evaluated.
-        questions: are answered by all rows in turn, where the samples are evaluated.
+        length: the number of positions in a row.
+        prompts: prompts that are continued with the first row, in evaluations.
+        questions: questions that are distributed over all rows, in evaluations.
 
     Raises:
-        DataError: no token is learned.
+        DataError: none of the tokens is learned.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Rows(Dataset[Row]):
         self.plan = plan_rows(tokens, length, packed)
         if not len(self):
             remedy = "check task.columns and task.loss_on"
-            raise DataError("the texts have no token that is learned", where=tokens.places[0], remedy=remedy)
+            raise DataError("the texts do not contain any token to learn", where=tokens.places[0], remedy=remedy)
 
     def __len__(self) -> int:
         return len(self.plan.ends)
@@ -150,11 +150,11 @@ class Rows(Dataset[Row]):
 
 
 class PaddedRows(Rows):
-    """Rows of one piece each, of different lengths: rows of similar length share a micro-batch."""
+    """Rows with one piece each, of different lengths. Rows of similar length share a micro-batch."""
 
     @property
     def lengths(self) -> Array:
-        """The places of each row."""
+        """The length of each row."""
         return self.plan.sizes
 
 

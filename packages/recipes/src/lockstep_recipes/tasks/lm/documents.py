@@ -19,9 +19,9 @@ from lockstep_recipes.tasks.readers.input_files import find_files
 from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, Table
 
 _TABLES = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
-# Of a folder that `datasets` saved.
+# Files of a folder that `datasets` saved.
 _SAVED = ("dataset_info.json", "dataset_dict.json", "state.json", "*/dataset_info.json")
-_FEW = 10  # fewer documents of plain text are held back in part, and not as a whole
+_FEW = 10  # with fewer plain documents, the end of each is held back instead of whole documents
 _USUAL = {
     "messages": ("messages", "conversations", "conversation", "chat"),
     "prompt": ("prompt", "question", "instruction", "problem", "query"),
@@ -31,29 +31,29 @@ _USUAL = {
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}  # other names of roles
 
 Render = Callable[..., str]
-"""Writes a chat as text: takes a list of messages and `add_generation_prompt`."""
+"""A function that writes a chat as text. It takes a list of messages and `add_generation_prompt`."""
 
 
 class Part(NamedTuple):
-    """A stretch of a document. Tokens do not cross the ends of parts."""
+    """A segment of a document. Tokens do not cross segment boundaries."""
 
     text: str
     counts: bool
-    """True if the tokens of the stretch are learned."""
+    """True if the tokens of the segment are learned."""
     said: tuple[tuple[int, int], ...] | None = None
-    """Begin and end of what messages say, in letters. A chat template wrote the rest, which bits per byte do not count.
-    None: all."""
+    """Start and end of the message contents, in characters. The rest was written by a chat template, and is not counted
+    in bits per byte. None: everything is content."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is learned from its beginning to its end."""
+    """A text that is learned completely."""
 
     parts: tuple[Part, ...]
     where: str
     """The place of the document, for messages."""
     is_chat: bool = False
-    """True if a chat template wrote the text, with its beginning and its end."""
+    """True if a chat template wrote the text, including its start and end tokens."""
 
     @property
     def is_plain(self) -> bool:
@@ -62,12 +62,12 @@ class Document:
 
 
 class Corpus:
-    """The place from which documents are read.
+    """The source of documents.
 
     Args:
         name: a text file, a folder or a pattern of text files, a table (CSV, TSV, JSON, JSON lines, Parquet), a folder
             that `datasets` saved, or a name on the hub; tables and names may end with `:SPLIT`.
-        split: of a data set without a split in its name.
+        split: the split of a data set without a split in its name.
     """
 
     def __init__(self, name: str, options: LmOptions, split: str = "train") -> None:
@@ -79,7 +79,7 @@ class Corpus:
         self.source = None if texts else Source.parse(name, split=split, **options.of_csv(), subset=options.subset)
 
     def files(self) -> tuple[Path, ...]:
-        """The files that hold the documents.
+        """The files that contain the documents.
 
         Raises:
             DataError, UsageError: there is no such file, folder or data set, or a folder has no text files.
@@ -95,18 +95,18 @@ class Corpus:
         return (*settings, options.chat, options.after_prompt, options.loss_on)
 
     def read(self, render: Render | None) -> list[Document]:
-        """All documents that have a letter.
+        """All documents that are not blank.
 
         Args:
             render: the tokenizer's chat template. None: it has none.
 
         Raises:
-            DataError: a file cannot be read, no column fits, or a chat cannot be written. Names the place.
+            DataError: a file cannot be read, no column fits, or the template cannot write a chat. Names the place.
         """
         found = list(self._of_texts() if self.source is None else _of_table(self.source.read(), self.options, render))
         found = [document for document in found if any(part.text.strip() for part in document.parts)]
         if not found:
-            raise DataError("no text", where=self.name, remedy="give files with letters in them")
+            raise DataError("no text", where=self.name, remedy="give files that contain text")
         return found
 
     def _of_texts(self) -> Iterator[Document]:
@@ -124,7 +124,7 @@ def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterat
     columns = {role: [table.columns[name] for name in names] for role, names in roles.items()}
     learns_all = options.loss_on == "all"
     if ("messages" in roles or options.chat) and render is None:
-        remedy = "use the tokenizer of a model that was trained on chats"
+        remedy = "use the tokenizer of a chat model"
         raise DataError("the tokenizer has no chat template", where="task.tokenizer", remedy=remedy)
     for row in range(len(table)):
         where = table.where(row)
@@ -139,10 +139,12 @@ def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterat
             texts = [_text(column[row], where, name) for name, column in values]
             prompt = "\n".join(text for text in texts if text)
             answer = _text(columns["answer"][0][row], where, roles["answer"][0])
-            if bool(prompt.strip()) != bool(answer.strip()):  # an empty answer would teach the model to end at once
+            if bool(prompt.strip()) != bool(
+                answer.strip()
+            ):  # an empty answer would teach the model to stop immediately
                 role = "answer" if prompt.strip() else "prompt"
                 what = f"the row has no {role} (column {' or '.join(map(repr, roles[role]))})"
-                raise DataError(what, where=where, remedy="complete the row, or leave it out")
+                raise DataError(what, where=where, remedy="complete the row, or remove it")
             if options.chat:
                 assert render is not None
                 messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
@@ -192,7 +194,7 @@ def _text(value: Any, where: str, column: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        what = f"column {column!r} holds {value!r} ({type(value).__name__}), not text"
+        what = f"column {column!r} contains {value!r} ({type(value).__name__}), not text"
         raise DataError(what, where=where, remedy="name the columns with texts: task.columns")
     return value
 
@@ -211,16 +213,16 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
         )
         if isinstance(message, Mapping) and message.get("tool_calls"):
             what = "a message has tool_calls, which are not learned"
-            raise DataError(what, where=where, remedy="leave the chat out, or write the calls into the content as text")
+            raise DataError(what, where=where, remedy="remove the chat, or write the calls into the content as text")
         if not known or (content := _content(message[known[1]])) is None:
-            raise DataError(f"{message!r} is no message", where=where, remedy=remedy)
+            raise DataError(f"{message!r} is not a message", where=where, remedy=remedy)
         role = str(message[known[0]])
         messages.append({"role": _ROLES.get(role, role), "content": content})
     return messages
 
 
 def _content(value: Any) -> str | None:
-    """What a message says: a text, or parts `{type: text, text}` with a line break between them. None: neither."""
+    """The content of a message: a text, or parts `{type: text, text}` joined with line breaks. None: neither."""
     if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
         texts = [part.get("text") if part.get("type") == "text" else None for part in value]
         return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
@@ -228,7 +230,7 @@ def _content(value: Any) -> str | None:
 
 
 def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, where: str) -> tuple[Part, ...]:
-    """The parts of a chat, of which answers count, with their end tokens."""
+    """The segments of a chat. Answers are learned, with their end tokens."""
     try:
         whole = render(messages, add_generation_prompt=False)
         if learns_all:
@@ -244,20 +246,20 @@ def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, wher
             elif (found := _within(whole, messages[: number + 1], end, begin, at)) is not None:
                 answer, start = found
             else:
-                what = f"the chat template writes message {number} otherwise than behind its own question for an answer"
-                raise DataError(what, where=where, remedy="set task.loss_on=all, or use another tokenizer")
+                what = f"the chat template writes message {number} differently from its own generation prompt"
+                raise DataError(what, where=where, remedy="set task.loss_on=all, or use a different tokenizer")
             parts += [Part(whole[at:start], False), answer]
             at = start + len(answer.text)
     except DataError:
         raise
-    except Exception as error:  # templates are programs, which raise what they like
+    except Exception as error:  # templates are programs, and may raise anything
         what = f"the chat template cannot write this chat: {type(error).__name__}: {error}"
         raise DataError(what, where=where, remedy="check the roles of the messages and their order") from error
     return (*parts, Part(whole[at:], False)) if at < len(whole) else tuple(parts)
 
 
 def _until_answer(before: list[dict[str, str]], end: str, render: Render, where: str) -> str:
-    """The text before an answer, with the words of the template that ask for it.
+    """The text before an answer, including the generation prompt of the template.
 
     Args:
         before: the messages before the answer.
@@ -265,25 +267,25 @@ def _until_answer(before: list[dict[str, str]], end: str, render: Render, where:
     """
     if before:
         return render(before, add_generation_prompt=True)
-    # transformers writes no chat without messages, so the words are those that it writes behind another one
+    # transformers does not write a chat without messages, so use the words that it writes after a different one
     question = [{"role": "user", "content": "?"}]
     asked = render(question, add_generation_prompt=True)
     asking = asked.removeprefix(render(question, add_generation_prompt=False))
     if not asking or asking not in end:
-        what = "the chat begins with an answer, and the chat template does not show where that begins"
-        raise DataError(what, where=where, remedy="leave this answer out, or set task.loss_on=all")
+        what = "the chat starts with an answer, and the chat template does not show where the answer starts"
+        raise DataError(what, where=where, remedy="remove this answer, or set task.loss_on=all")
     return end[: end.index(asking) + len(asking)]
 
 
 def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at: int) -> tuple[Part, int] | None:
-    """The learned part of the last of `messages`, and where it begins in the text of the whole chat; None: not found.
+    """The learned segment of the last of `messages`, and its start in the text of the whole chat. None: not found.
 
-    Some templates write an answer otherwise where more messages follow, such as with an empty thought where none does.
-    So the words are looked for, with the same words of the template before and behind them.
+    Some templates write an answer differently if more messages follow, for example with an empty thought only after the
+    last message. So the answer is searched for, with the same template text before and after it.
 
     Args:
-        end, begin: the text of these messages alone, and up to the question for the answer.
-        at: where the answer before ends in `whole`.
+        end, begin: the text of only these messages, and the text up to the generation prompt of the answer.
+        at: the end of the previous answer in `whole`.
     """
     content = messages[-1]["content"].strip()
     asking = begin[begin.rstrip().rfind("\n") + 1 :]  # the last line, such as <|im_start|>assistant
@@ -298,7 +300,7 @@ def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at
 
 
 def _answer(text: str, message: dict[str, str]) -> Part:
-    """The learned part of an answer: all but the line break that a template writes behind the end token."""
+    """The learned segment of an answer: everything except the line break that a template writes after the end token."""
     said = _said(text, [message])
     stop = len(text.rstrip())
     has_end = bool(said) and stop > said[0][1]  # otherwise the line break itself is the end
@@ -306,7 +308,8 @@ def _answer(text: str, message: dict[str, str]) -> Part:
 
 
 def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], ...]:
-    """Begin and end of what each message says, in the text that a template made. What it changed is not found."""
+    """Start and end of the content of each message in the text that a template wrote. Content that the template changed
+    is not found."""
     found, at = [], 0
     for content in (message["content"] for message in messages):
         bare = content.strip()
@@ -321,9 +324,10 @@ def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], .
 
 
 def divided(documents: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """Documents for training, and those that are held back.
+    """Documents for training, and documents held back for evaluation.
 
-    Whole documents are drawn; of fewer than ten plain texts, the end of each is held back, behind a line break.
+    Whole documents are drawn. With fewer than ten plain texts, the end of each is held back, starting after a line
+    break.
     """
     if len(documents) < _FEW and all(document.is_plain for document in documents):
         kept, held = [], []
@@ -331,7 +335,7 @@ def divided(documents: list[Document], share: float, seed: int) -> tuple[list[Do
             text = document.parts[0].text
             at = text.rfind("\n", 0, round(len(text) * (1 - share))) + 1 or round(len(text) * (1 - share))
             kept.append(Document((Part(text[:at], True),), document.where))
-            held.append(Document((Part(text[at:], True),), f"{document.where}, from letter {at}"))
+            held.append(Document((Part(text[at:], True),), f"{document.where}, from character {at}"))
         return kept, [document for document in held if document.parts[0].text.strip()]
     count = min(max(1, round(len(documents) * share)), len(documents) - 1)
     chosen = set(np.random.default_rng(seed).permutation(len(documents))[:count].tolist())

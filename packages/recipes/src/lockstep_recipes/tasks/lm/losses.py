@@ -1,7 +1,7 @@
-"""Cross-entropy of the next token, of all tokens at once or in chunks that never hold all logits.
+"""Cross-entropy of the next token, for all tokens at once, or in chunks so that all logits are never in memory.
 
-On a mesh, the last layer may be cut over its words. Each rank then has the logits of its words, and ranks exchange two
-numbers for each token (Shoeybi et al. 2019, arXiv:1909.08053, section 3). No rank has the logits of all words.
+On a mesh, the last layer may be sharded over the vocabulary. Each rank then has the logits of its words, and ranks
+exchange two numbers per token (Shoeybi et al. 2019, arXiv:1909.08053, section 3). No rank has the logits of all words.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.nn import functional
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep_recipes.tasks.lm.data import NOT_LEARNED
 
-_FEWEST = 512  # tokens of a chunk: with fewer, matrix products are slow
-_LOGITS = {"cpu": 2**21}  # of a chunk: 8 MB in float32, which caches hold
+_FEWEST = 512  # minimum tokens of a chunk: with fewer, matrix products are slow
+_LOGITS = {"cpu": 2**21}  # logits of a chunk: 8 MB in float32, which fits into caches
 _LOGITS_ELSEWHERE = 2**26
 
 
 def chunk_for(vocabulary: int, device: torch.device) -> int:
-    """The tokens of a chunk that suit a vocabulary and a device."""
+    """The number of tokens of a chunk that suits a vocabulary and a device."""
     return max(_FEWEST, _LOGITS.get(device.type, _LOGITS_ELSEWHERE) // vocabulary)
 
 
@@ -49,10 +49,10 @@ def by_token(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """`total(head(hidden), targets)`, where only the logits of `chunk` tokens are there at a time.
+    """`total(head(hidden), targets)`, with only the logits of `chunk` tokens in memory at a time.
 
-    The gradient of each chunk is computed with its loss, so logits are computed once. The sum is the same to rounding.
-    All chunks are one call of `head`, so that FSDP gathers its weights once, and all ranks equally often.
+    The gradient of each chunk is computed with its loss, so logits are computed once. The sum is the same up to
+    rounding. All chunks are one call of `head`, so that FSDP gathers its weights once, and equally often on all ranks.
 
     Args:
         hidden: (tokens, width).
@@ -74,7 +74,7 @@ def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int
 
 
 class _InChunks(torch.autograd.Function):
-    """The loss, with its gradients by the hidden tokens and by the weights and the bias of the last layer."""
+    """The loss, with its gradients with respect to the hidden tokens and the weights and bias of the last layer."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ class _InChunks(torch.autograd.Function):
                 by_bias.add_(gradient.sum(dim=0))
         ctx.dtypes = [tensor.dtype for tensor in (hidden, weight, weight if bias is None else bias)]
         by_hidden = torch.cat(by_part) if of_hidden else None
-        if group is not None and by_hidden is not None:  # each rank has what its words add
+        if group is not None and by_hidden is not None:  # each rank has the contribution of its words
             group.add(by_hidden)
         ctx.save_for_backward(by_hidden, by_weight, by_bias)
         return torch.stack(losses).sum()
@@ -121,7 +121,8 @@ class _InChunks(torch.autograd.Function):
 
 
 def _with_gradient(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """`total(logits, targets)`, and its gradient by the logits: of this rank's words, where a group has cut them."""
+    """`total(logits, targets)`, and its gradient with respect to the logits: those of this rank's words, if a group
+    shards them."""
     learned = (targets != NOT_LEARNED).to(logits.dtype)[:, None]
     if group is not None:
         sums, chosen, place, is_here, _ = _agreed(logits, targets, group)
@@ -136,7 +137,7 @@ def _with_gradient(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor,
 
 
 def by_token_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """`by_token(head(hidden), targets)`, where only the logits of `chunk` tokens are there at a time."""
+    """`by_token(head(hidden), targets)`, with only the logits of `chunk` tokens in memory at a time."""
     pairs = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
     if (group := _group_of(head)) is not None:
         weight, bias = _part_of(head)
@@ -147,11 +148,11 @@ def by_token_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: 
     return torch.cat(losses), torch.cat(right)
 
 
-# ---- words that are cut over a tensor group
+# ---- a vocabulary that is sharded over a tensor group
 
 
 def _group_of(head: nn.Module) -> Any:
-    """The `mesh.group.Group` that has cut a last layer over its words. None: it is whole."""
+    """The `mesh.group.Group` that shards a last layer over the vocabulary. None: it is not sharded."""
     return getattr(head, "tensor_group", None)
 
 
@@ -161,16 +162,16 @@ def _part_of(head: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _agreed(logits: Tensor, targets: Tensor, group: Any, *more: Tensor) -> tuple[Tensor, ...]:
-    """What a tensor group finds out together from the logits of each rank's words.
+    """What a tensor group computes together from the logits of each rank's words.
 
     Args:
         logits: (tokens, words of this rank). targets: (tokens).
-        more: numbers of this rank, (tokens), that all ranks shall know.
+        more: numbers of this rank, (tokens), to share with all ranks.
 
     Returns:
-        the logarithm of the sum of exponentials over all words, and the logit of the target, 0 where that is not
-        learned: (tokens). The place of the target among this rank's words, and whether it is one of them: (tokens, 1).
-        `more` of each rank: (ranks, numbers, tokens).
+        the logarithm of the sum of exponentials over all words, and the logit of the target, 0 if it is not learned:
+        (tokens). The index of the target among this rank's words, and whether it is one of them: (tokens, 1). `more` of
+        each rank: (ranks, numbers, tokens).
     """
     width = logits.shape[-1]
     place = (targets - group.rank * width)[:, None]
@@ -185,8 +186,8 @@ def _by_token_of_group(logits: Tensor, targets: Tensor, group: Any) -> tuple[Ten
     """`by_token`, from the logits of this rank's words."""
     logits = wide(logits)
     best, word = logits.max(dim=-1)
-    first = group.rank * logits.shape[-1]  # as a number of float32, a word is exact up to 2^24
+    first = group.rank * logits.shape[-1]  # in float32, a word index is exact up to 2^24
     sums, chosen, _, _, others = _agreed(logits, targets, group, best, (word + first).to(logits.dtype))
-    winner = others[:, 0].argmax(dim=0, keepdim=True)  # of equal ones the first, as in one process
+    winner = others[:, 0].argmax(dim=0, keepdim=True)  # the first of equal ones, as in one process
     right = others[:, 1].gather(0, winner)[0] == targets
     return (sums - chosen).masked_fill(targets == NOT_LEARNED, 0), right

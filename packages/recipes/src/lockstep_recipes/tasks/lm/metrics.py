@@ -11,14 +11,14 @@ from torchmetrics import Metric
 
 
 class TokenScores(Metric):
-    """Sums over tokens, which are divided at the end: no mean of means.
+    """Sums over tokens, which are divided at the end, so there is no mean of means.
 
-    `perplexity` is exp(nats / tokens). `bits_per_byte` is nats / ln 2 / bytes of text, and so comparable over
-    tokenizers. `accuracy` is the share of tokens that were the most probable. With questions, `exact_match` is the
-    share of those that were answered with the right number.
+    `perplexity` is exp(nats / tokens). `bits_per_byte` is nats / ln 2 / bytes of text, which is comparable across
+    tokenizers. `accuracy` is the fraction of tokens that were the most probable. With questions, `exact_match` is the
+    fraction that was answered with the correct number.
     """
 
-    higher_is_better = None  # lower perplexity, and higher accuracy
+    higher_is_better = None  # perplexity should be low, accuracy high
     full_state_update = False
     nats: Tensor
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""A small language model to read. It computes what transformers' Llama computes, under the same names of weights.
+"""A small, readable language model. It computes the same as transformers' Llama, with the same names of weights.
 
 So `AutoModelForCausalLM` loads what `lockstep export` writes, and a test compares the two.
 """
@@ -27,13 +27,13 @@ class Output(NamedTuple):
 
 
 class SmallModel(nn.Module):
-    """A decoder of Llama's kind: rotary positions, RMSNorm, SwiGLU, and heads that share keys and values.
+    """A Llama-style decoder: rotary positions, RMSNorm, SwiGLU, and heads that share keys and values.
 
     Touvron et al. 2023, arXiv:2302.13971; Ainslie et al. 2023, arXiv:2305.13245, for the shared heads.
 
     Args:
         config: a `LlamaConfig`.
-        dropout: of embeddings and of what each layer adds.
+        dropout: the dropout of embeddings and of the output of each layer.
     """
 
     takes_groups = True
@@ -66,7 +66,8 @@ class SmallModel(nn.Module):
         return self.lm_head
 
     def _begin(self, module: nn.Module) -> None:
-        """New weights as in GPT-2 (Radford et al. 2019, section 2.3): what layers add begins smaller in deep models."""
+        """New weights as in GPT-2 (Radford et al. 2019, section 2.3): in deep models, the outputs of layers start
+        smaller."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, Attention | FeedForward):
@@ -87,9 +88,9 @@ class SmallModel(nn.Module):
         Args:
             input_ids: (samples, tokens).
             position_ids: (samples, tokens), counted from 0 in each document. None: a row is one document.
-            attention_mask: (samples, 1, tokens, tokens seen), true where a token sees another; or what
-                `attention.mask_for` returns. None: each token sees itself and all before it.
-            past_key_values: of the tokens before these.
+            attention_mask: (samples, 1, tokens, tokens seen), true if a token sees another; or what
+                `attention.mask_for` returns. None: each token sees itself and all earlier tokens.
+            past_key_values: keys and values of the tokens before these.
             use_cache: return the keys and values of all tokens.
         """
         seen: Seen | None = [] if use_cache else None
@@ -98,7 +99,7 @@ class SmallModel(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From tokens to what the last layer knows of each."""
+    """The final hidden state of each token."""
 
     def __init__(self, config: Any, dropout: float) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then a feed-forward layer. Each adds to what it gets."""
+    """Attention, then a feed-forward layer, both with residual connections."""
 
     def __init__(self, config: Any, dropout: float) -> None:
         super().__init__()
@@ -146,7 +147,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each token asks the tokens that it sees. Groups of queries share keys and values."""
+    """Each token attends to the tokens that it sees. Groups of queries share keys and values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Language models by name, by config, or Lockstep's own; and the way in which all of them are called."""
+"""Language models by name, by config, or Lockstep's own, and a common way to call them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lockstep_recipes.tasks.lora import adapters
 from lockstep_recipes.tasks.text import hugging_face as text_models
 
 PLAIN_HEADS = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3")
-"""Models of transformers whose logits are their last layer, and nothing more."""
+"""Transformers models whose logits are exactly the output of their last layer."""
 _WHAT = "language"
-_LEAK = 1e-3  # share of the largest logit. Rounding in float32 explains 1e-5; a model that sees other documents, 1e-1
+_LEAK = 1e-3  # fraction of the largest logit. Rounding in float32 gives 1e-5; a model that sees other documents, 1e-1
 
 
 def import_transformers() -> Any:
@@ -31,7 +31,7 @@ def import_transformers() -> Any:
 
 
 def small_config(sizes: SmallOptions, tokenizer: Any, length: int) -> Any:
-    """The config of the own small model, as transformers' Llama has it."""
+    """The config of Lockstep's small model, in the form of transformers' Llama."""
     return import_transformers().LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=sizes.width,
@@ -48,13 +48,13 @@ def small_config(sizes: SmallOptions, tokenizer: Any, length: int) -> Any:
 
 
 def new_config(wanted: str | dict[str, Any], tokenizer: Any, length: int) -> Any:
-    """The config of a new model of transformers, for the words of a tokenizer and rows of `length` tokens.
+    """The config of a new transformers model, for the vocabulary of a tokenizer and rows of `length` tokens.
 
     Args:
         wanted: a name or folder, or keys of a config with `model_type`.
 
     Raises:
-        UsageError: there is no such config or model type, or a key or value does not suit it.
+        UsageError: there is no such config or model type, or a key or value is not valid for it.
     """
     transformers = import_transformers()
     sizes = {} if isinstance(wanted, str) else {key: value for key, value in wanted.items() if key != "model_type"}
@@ -80,23 +80,24 @@ def new_config(wanted: str | dict[str, Any], tokenizer: Any, length: int) -> Any
             config.max_position_embeddings = length
     config.vocab_size = max(len(tokenizer), sizes.get("vocab_size", 0))
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config.pad_token_id = None  # the embedding of a padding token would not be trained
+    config.pad_token_id = None  # otherwise the embedding of the padding token would not be trained
     return config
 
 
 def vocabulary(config: Any) -> int:
-    """The number of tokens that a model knows."""
+    """The vocabulary size of a model."""
     return int(config.get_text_config().vocab_size)
 
 
 def most_tokens(config: Any) -> int | None:
-    """The largest number of positions that a model has. None: it has no limit."""
+    """The maximum number of positions of a model. None: no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
-    """A language model, in float32 where it trains, and the names of the weights that the pretrained model lacks.
+    """A language model, with trainable weights in float32, and the names of the weights that the pretrained model
+    lacks.
 
     Args:
         trained: a checkpoint provides the weights.
@@ -117,9 +118,10 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
 
 
 def cut_tokens(model: Any) -> None:
-    """Let the plan of a model say that ranks of a tensor group hold parts of the tokens in its blocks.
+    """Change the plan of a model so that the ranks of a tensor group shard the tokens inside its blocks (sequence
+    parallelism).
 
-    Attention of transformers looks at the shape of its input, and so gets all tokens.
+    Attention in transformers depends on the shape of its input, so it gets all tokens.
 
     Raises:
         UsageError: the model has no plan, or its plan has no layers in repeated blocks.
@@ -132,17 +134,18 @@ def cut_tokens(model: Any) -> None:
         if "att" in parent:
             plan[f"{list_of_blocks}.*.{parent}"] = "sequence_gather"
     if not cut:
-        what, remedy = f"{type(model).__name__} has no plan of blocks that are cut", "set task.cut_tokens=false"
+        what, remedy = f"{type(model).__name__} has no tensor-parallel plan for its blocks", "set task.cut_tokens=false"
         raise UsageError(what, where="task.cut_tokens", remedy=remedy)
     model._tp_plan = plan
 
 
 def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Any = None, **options: Any) -> Any:
-    """The output of a model: `logits`, and `past_key_values` where they were asked for.
+    """The output of a model: `logits`, and `past_key_values` if requested.
 
     Args:
         ids, positions: (samples, tokens). No positions: a row is one document.
-        mask: (samples, 1, tokens, tokens seen), true where a token sees another. None: itself and all before it.
+        mask: (samples, 1, tokens, tokens seen), true if a token sees another. None: each token sees itself and all
+            earlier tokens.
         options: `past_key_values` and `use_cache`.
     """
     given = {} if positions is None else {"position_ids": positions}
@@ -150,29 +153,30 @@ def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask:
         if getattr(getattr(model, "config", None), "_attn_implementation", "sdpa") == "eager":  # it adds the mask
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
         given["attention_mask"] = mask
-    # In training, such a model finds the documents by their positions. A mask would replace its windows.
+    # In training, such a model finds documents by their positions. A mask would replace its windows.
     return model(input_ids=ids, **given, **{"use_cache": False, **options})
 
 
 def hidden_and_head(
     model: Any, ids: Tensor, positions: Tensor | None = None, mask: Any = None
 ) -> tuple[Tensor, nn.Linear]:
-    """What the last layer gets, (samples, tokens, width), and the last layer. For the arguments, see `called`."""
+    """The input of the last layer, (samples, tokens, width), and the last layer. For the arguments, see `called`."""
     if isinstance(model, SmallModel):
         return model.model(ids, positions, mask), model.lm_head
     return called(model.base_model, ids, positions, mask).last_hidden_state, model.get_output_embeddings()
 
 
 def check_lengths(config: Any, length: int, packing: bool) -> None:
-    """Find out whether documents in rows of `length` tokens get the same logits in any batch.
+    """Check that documents in rows of `length` tokens get the same logits in any batch.
 
     Raises:
-        UsageError: transformers cuts attention by the place in a row, or chooses rotations by the longest document.
+        UsageError: transformers chunks attention by the position in a row, or chooses rotations by the longest
+            document.
     """
     text = config.get_text_config()
     chunk = getattr(text, "attention_chunk_size", None)
     if packing and chunk and chunk < length:
-        what = f"attention of {text.model_type} sees {chunk} tokens, counted from the beginning of a row"
+        what = f"attention of {text.model_type} works on chunks of {chunk} tokens, counted from the start of a row"
         raise UsageError(what, where="task.packing", remedy=f"set task.packing=false, or task.length={chunk}")
     rotations = getattr(text, "rope_parameters", None) or {}
     limit = rotations.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
@@ -193,17 +197,17 @@ def check_causal(model: nn.Module, vocab_size: int, name: str) -> None:
     with torch.no_grad():
         one, other = called(model.eval(), ids).logits[:, :-1]
     model.train(was_training)
-    # What a mask hides adds exact zeros. A new model that sees the token shows little of it.
+    # Masked tokens contribute exact zeros. A new model that sees the token shows only a small difference.
     if not (one - other).abs().max() <= max(1e-5, torch.finfo(one.dtype).eps) * one.abs().max():
-        what = f"{name} is not causal: a token sees those behind it"
+        what = f"{name} is not causal: a token sees later tokens"
         raise UsageError(what, where="task.model", remedy="use a causal model (some have is_decoder in their config)")
 
 
 def check_head(model: nn.Module, vocab_size: int, name: str) -> None:
-    """Compare the logits of a model with those that its last layer makes.
+    """Compare the logits of a model with those of its last layer.
 
     Raises:
-        UsageError: they differ, or the model has no such layer, so that its loss cannot be computed in chunks.
+        UsageError: they differ, or the model has no such layer, so its loss cannot be computed in chunks.
     """
     ids = torch.arange(7)[None] * 7 % vocab_size
     was_training = model.training
@@ -214,24 +218,26 @@ def check_head(model: nn.Module, vocab_size: int, name: str) -> None:
             hidden, head = hidden_and_head(model, ids)
             own = head(hidden)
         is_same = own.shape == theirs.shape and torch.allclose(own, theirs, rtol=_LEAK, atol=_LEAK)
-        is_same &= isinstance(head, nn.Linear)  # adapters would need gradients of their own
+        is_same &= isinstance(head, nn.Linear)  # adapters would need their own gradients
     except (AttributeError, TypeError, RuntimeError):
         is_same = False
     finally:
         model.train(was_training)
     if not is_same:
         remedy = "set task.loss_chunk=null"
-        raise UsageError(f"{name} makes its logits by more than its last layer", where="task.loss_chunk", remedy=remedy)
+        raise UsageError(
+            f"{name} computes its logits with more than its last layer", where="task.loss_chunk", remedy=remedy
+        )
 
 
 def check_no_leak(model: nn.Module, vocab_size: int, name: str, masked: bool = True) -> None:
-    """Compare the logits of two documents in one row with those of each alone.
+    """Compare the logits of two documents in one row with those of each document in its own row.
 
     Args:
         masked: the model gets a mask. Otherwise it must find the documents by their positions.
 
     Raises:
-        UsageError: they differ, so that this model cannot be trained on packed rows.
+        UsageError: they differ, so this model cannot be trained on packed rows.
     """
     sizes = [3, 4]
     ids = torch.arange(sum(sizes))[None] * 7 % vocab_size
@@ -244,7 +250,7 @@ def check_no_leak(model: nn.Module, vocab_size: int, name: str, masked: bool = T
             together = called(model, ids, positions, document_mask(documents) if masked else None).logits
             alone = torch.cat([called(model, part).logits for part in torch.split(ids, sizes, dim=1)], dim=1)
         apart = float((together - alone).abs().max() / alone.abs().max())
-    except (TypeError, ValueError, RuntimeError, IndexError) as error:  # of a model that takes no positions, or no mask
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:  # the model does not take positions, or a mask
         apart = float("nan")
         reason = f"it cannot be called with documents in one row: {type(error).__name__}: {error}"
     else:

@@ -1,4 +1,4 @@
-"""Options of language models."""
+"""Options for language models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Name = str | Annotated[int, Field(ge=0)]
 
 
 class ColumnsOptions(Section):
-    """Columns of a table, by name or by place counted from 0. None: the column with a usual name."""
+    """Columns of a table, by name or by index from 0. None: the column with a usual name."""
 
     text: Name | None = None
     """Plain texts."""
@@ -30,29 +30,33 @@ class ColumnsOptions(Section):
 
 
 class SmallOptions(Section):
-    """Sizes of Lockstep's own small model, which is new. Its arithmetic is that of Llama."""
+    """Sizes of Lockstep's own small model with new weights. It computes the same as Llama."""
 
     layers: PositiveInt = 4
     """Number of blocks."""
     width: PositiveInt = 128
-    """Numbers that stand for a token between layers."""
+    """Width of the hidden state of a token."""
     heads: PositiveInt = 4
     """Attention heads of a block."""
     kv_heads: PositiveInt | None = None
-    """Heads of keys and values, each of which several heads share. None: half of `heads`, where that can be."""
+    """Heads of keys and values, shared by groups of query heads. None: half of `heads`, if possible."""
     hidden: PositiveInt | None = None
-    """Width inside of the feed-forward layers. None: 8/3 of `width`, as a multiple of 32."""
+    """Width inside the feed-forward layers. None: 8/3 of `width`, as a multiple of 32."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of embeddings and of what each layer adds."""
+    """Dropout of embeddings and of the output of each layer."""
     tie: bool = True
-    """Let the embeddings of the tokens be the weights of the last layer, too."""
+    """Share the token embeddings with the weights of the last layer."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % (2 * self.heads):
-            raise ValueError(f"width must be a multiple of 2 * heads, and {self.width} is none of {2 * self.heads}")
+            raise ValueError(
+                f"width must be a multiple of 2 * heads, but {self.width} is not a multiple of {2 * self.heads}"
+            )
         if self.heads % self.shared_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, and {self.heads} is none of {self.kv_heads}")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, but {self.heads} is not a multiple of {self.kv_heads}"
+            )
         return self
 
     @property
@@ -62,12 +66,12 @@ class SmallOptions(Section):
 
     @property
     def inner_width(self) -> int:
-        """Width inside of the feed-forward layers."""
+        """Width inside the feed-forward layers."""
         return self.hidden or -(-8 * self.width // (3 * 32)) * 32
 
 
 class LmOptions(TableOptions):
-    """A causal language model: of transformers, pretrained or new, or Lockstep's own small one."""
+    """A causal language model: a transformers model, pretrained or new, or Lockstep's own small model."""
 
     task: ClassVar[str] = "lockstep_recipes.tasks.lm.task:LanguageModel"
     preload: ClassVar[tuple[str, ...]] = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
@@ -75,76 +79,81 @@ class LmOptions(TableOptions):
     model: str | None = None
     """A pretrained model: a name on the Hugging Face hub, or a local folder."""
     config: str | dict[str, Any] | None = None
-    """A new model of transformers: a name on the hub or a local folder whose config it has, or the keys of a config
-    with `model_type`, such as `{model_type: gpt2, n_layer: 4}`."""
+    """A new transformers model: a name on the hub or a local folder with its config, or the keys of a config with
+    `model_type`, such as `{model_type: gpt2, n_layer: 4}`."""
     small: SmallOptions = SmallOptions()
-    """Without `model` and `config`: the sizes of the own small model."""
+    """Without `model` and `config`: the sizes of Lockstep's own small model."""
     lora: LoraOptions | None = None
-    """Low-rank adapters: `task.lora.rank=16` freezes the weights of `model`, and trains adapters. None: all trains."""
+    """Low-rank adapters: `task.lora.rank=16` freezes the weights of `model`, and trains adapters. None: all weights
+    train."""
     tokenizer: str | None = None
-    """`bpe` or `characters` are trained on the training texts; else a name on the hub or a local folder. None: that of
-    `model` or `config`, where it is a name, else `bpe`."""
+    """`bpe` or `characters`, which are trained on the training texts, or a name on the hub or a local folder. None:
+    that of `model` or `config` if it is a name, otherwise `bpe`."""
     vocab_size: Annotated[int, Field(ge=300)] = 4096
-    """The largest number of tokens of a `bpe` that is trained here."""
+    """Maximum vocabulary size of a `bpe` tokenizer that is trained here."""
     length: Annotated[int, Field(ge=8)] = 256
     """Tokens of a row. Longer documents are split over rows."""
     packing: bool = True
-    """Fill rows with several documents. Attention and positions do not cross documents. Otherwise a row is a document
-    or a piece of one, and rows are padded to the longest of their micro-batch."""
+    """Pack several documents into a row. Attention and positions do not cross documents. Without packing, a row is a
+    document or a piece of one, and rows are padded to the longest of their micro-batch."""
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
-    """How attention keeps to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` and `flash` need
-    CUDA and hold no such mask: torch's flex attention, and flash attention, in 16 bits; for models of transformers with
-    the package `flash-attn`."""
+    """How attention is limited to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` (torch's
+    flex attention) and `flash` (flash attention, in 16 bits; transformers models need the package `flash-attn`) require
+    CUDA and do not need that mask."""
     columns: ColumnsOptions = ColumnsOptions()
     chat: bool = False
-    """Write prompts and answers as the tokenizer's chat template does."""
+    """Format prompts and answers with the tokenizer's chat template."""
     after_prompt: str = "\n"
-    """Text between a prompt and its answer, where no chat template writes them."""
+    """Text between a prompt and its answer, if they are not formatted with a chat template."""
     loss_chunk: PositiveInt | Literal["auto"] | None = "auto"
-    """Compute the loss of so many tokens at a time, with its gradient, so that the logits of all tokens are never held.
-    `auto`: as many as suit vocabulary and device, for the own model and usual ones of transformers; all where
-    `compute.compile=model` compiles it as a whole. None: all."""
+    """Compute the loss and its gradient for this many tokens at a time, so that the logits of all tokens are never in
+    memory. `auto`: a number that suits vocabulary and device, for Lockstep's own model and common transformers models;
+    all tokens if `compute.compile=model` compiles the whole model. None: all tokens."""
     cut_tokens: bool = False
-    """With `parallel.tensor`: each rank of a group holds what is between cut layers (norms, dropout, sums) for its part
-    of the tokens of a row, which takes less memory: lockstep --explain mesh."""
+    """With `parallel.tensor`: between sharded layers (norms, dropout, sums), each rank of a group processes only its
+    share of the tokens of a row, which saves memory (sequence parallelism): lockstep --explain mesh."""
     loss_on: Literal["answers", "all"] = "answers"
-    """The tokens of prompts and answers, and of chats, that are learned. Of plain text all are learned."""
+    """Which tokens of prompts and answers, and of chats, are learned. For plain text, all are learned."""
     separator: Annotated[str, Field(min_length=1)] | None = None
     """Text between the documents of a text file. None: a file is a document."""
     suffixes: Annotated[list[str], Field(min_length=1)] = Field(default=[".txt", ".md", ".rst"])
-    """Text files of a folder that are read, by their ends."""
+    """Suffixes of the text files to read from a folder."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Without `data.eval`: the share of the documents that is held back for evaluation; of fewer than ten documents of
-    plain text, the end of each."""
+    """Without `data.eval`: the fraction of documents that is held back for evaluation. With fewer than ten documents of
+    plain text, the end of each is held back."""
     split_seed: Annotated[int, Field(ge=0)] = 0
-    """Seed that draws the documents that are held back."""
+    """Seed for choosing the documents that are held back."""
     subset: str | None = None
     """Configuration of a data set on the hub."""
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
-    """Prompts that every evaluation continues. None: the beginnings of three evaluation documents. []: none."""
+    """Prompts that every evaluation continues. None: the starts of three evaluation documents. []: none."""
     exact_match: Annotated[int, Field(ge=0)] = 0
     """Number of evaluation questions that the model answers in each evaluation, with the most probable tokens. The
-    result `exact_match` is the share of answers with the right number: the one behind ####, else the last."""
+    result `exact_match` is the fraction of answers with the correct number: the one after ####, otherwise the last."""
     new_tokens: PositiveInt = 64
-    """Most tokens of a text that the model writes, in evaluations and for `lockstep predict`."""
+    """Maximum number of tokens that the model writes, in evaluations and for `lockstep predict`."""
     temperature: Annotated[float, Field(ge=0)] = 0.8
-    """Of the drawing of tokens. 0: the most probable token is taken."""
+    """Sampling temperature. 0: take the most probable token."""
     top_k: PositiveInt | None = 50
-    """Tokens are drawn from so many most probable ones. None: from all."""
+    """Sample from this many most probable tokens. None: from all."""
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:
         if self.model is not None and self.config is not None:
             raise ValueError("give either model (pretrained weights) or config (new weights), not both")
         if self.model is not None and self.tokenizer in TRAINED_TOKENIZERS:
-            raise ValueError(f"tokenizer {self.tokenizer} is new, and the weights of model know other tokens")
+            raise ValueError(
+                f"tokenizer {self.tokenizer} is new, but the weights of model belong to a different vocabulary"
+            )
         if self.lora is not None and self.is_small:
-            raise ValueError("lora needs a pretrained model: set model; of a run: lockstep export RUN FOLDER")
+            raise ValueError(
+                "lora needs a pretrained model: set model; to use a run, export it first: lockstep export RUN FOLDER"
+            )
         return self
 
     @property
     def is_small(self) -> bool:
-        """True for Lockstep's own model."""
+        """True for Lockstep's own small model."""
         return self.model is None and self.config is None
 
     @property

@@ -1,4 +1,4 @@
-"""The plan that fills rows with documents: a pure function of the lengths, with no state and no random numbers."""
+"""The plan that packs documents into rows: a pure function of the lengths, without state or random numbers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lockstep_recipes.tasks.arrays import Array
 
 
 class Pieces(NamedTuple):
-    """Stretches of documents that fit into rows. All arrays have a number for each piece."""
+    """Pieces of documents that fit into rows. All arrays have one number per piece."""
 
     begins: Array
     """The first token of each piece, counted over all documents."""
     lengths: Array
-    """The places of each piece: each predicts the token behind it."""
+    """The number of positions of each piece: each position predicts the next token."""
     split: int
-    """Number of documents that have several pieces."""
+    """Number of documents with several pieces."""
 
 
 def cut(ends: Array, counts: Array, length: int) -> Pieces:
-    """Cut documents into pieces of at most `length` places.
+    """Split documents into pieces of at most `length` positions.
 
-    A document of n tokens has n - 1 places, of which each predicts the next token. So consecutive pieces share a token,
-    which is predicted by the one and seen by the other, and each token is predicted once. Places behind the last token
-    that is learned are left out, and pieces in which nothing is learned.
+    A document of n tokens has n - 1 positions, and each position predicts the next token. So consecutive pieces share a
+    token, which the first predicts and the second sees, and each token is predicted once. Positions after the last
+    learned token are left out, as are pieces in which nothing is learned.
 
     Args:
-        ends: where each document ends: (documents).
+        ends: the end of each document: (documents).
         counts: true if a token is learned: (tokens).
     """
     ends = np.asarray(ends, dtype=np.int64)
@@ -40,28 +40,28 @@ def cut(ends: Array, counts: Array, length: int) -> Pieces:
     begins = begins + (np.arange(len(begins)) - first) * length
     stops = np.minimum(begins + length, np.repeat(ends, per_document) - 1)
     learned = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    last = np.searchsorted(learned, learned[stops + 1])  # behind the last token that is learned in the piece
+    last = np.searchsorted(learned, learned[stops + 1])  # after the last token that is learned in the piece
     stops = np.minimum(stops, last - 1)
     kept = learned[stops + 1] > learned[begins + 1]
     return Pieces(begins[kept], (stops - begins)[kept], int((per_document > 1).sum()))
 
 
 def pack(lengths: Array, length: int) -> tuple[Array, Array]:
-    """Rows of pieces, each of at most `length` places.
+    """Rows of pieces, each of at most `length` positions.
 
-    The longest piece comes first, and goes into the row with the least room that suffices (best-fit decreasing; used
-    for language models by Ding et al. 2024, arXiv:2404.10830). Pieces of equal length keep their order. The time grows
-    with the number of pieces times the logarithm of `length`.
+    Pieces are placed from longest to shortest, each in the row with the least sufficient space (best-fit decreasing;
+    used for language models by Ding et al. 2024, arXiv:2404.10830). Pieces of equal length keep their order. The time
+    is proportional to the number of pieces times the logarithm of `length`.
 
     Args:
-        lengths: places of each piece, from 1 to `length`.
+        lengths: the number of positions of each piece, from 1 to `length`.
 
     Returns:
-        the pieces of all rows, one row behind the other, and where each row ends.
+        the pieces of all rows, one row after another, and the end of each row.
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by the room that is left in them
-    rooms: list[int] = []  # for which there are rows, in ascending order
+    by_room: list[list[int]] = [[] for _ in range(length + 1)]  # rows by remaining space
+    rooms: list[int] = []  # remaining spaces that occur, in ascending order
     for piece in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
         size = int(lengths[piece])
         at = bisect_left(rooms, size)

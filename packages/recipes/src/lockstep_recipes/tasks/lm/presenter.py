@@ -1,4 +1,4 @@
-"""Texts that show data, results and written texts of language models to people."""
+"""Texts that present data, results and generated texts of language models."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from lockstep_recipes.tasks.lm.task import LanguageModel
 
 
-_SHOWN = 8  # continued prompts in the log, and prompts that are too long
+_SHOWN = 8  # maximum number of continued prompts, and of too long prompts, in the log
 
 
 class LmPresenter(Presenter):
-    """Shows rows with their perplexity, and texts that the model writes. INPUT arguments are prompts, or files with
+    """Presents rows with their perplexity, and texts that the model writes. INPUT arguments are prompts, or files with
     prompts."""
 
     task: LanguageModel
 
     def inputs(self, arguments: Sequence[str]) -> Prompts:
         """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), those
-        of all files in a folder, or else the argument itself. Blank lines and rows are left out."""
+        of all files in a folder, or the argument itself. Blank lines and rows are left out."""
         found: list[tuple[str, str]] = []
         blank: list[str] = []
         remedy = "give a text that the model continues"
@@ -51,13 +51,13 @@ class LmPresenter(Presenter):
         prompts = [self.task.prompt(text, where) for text, where in found]
         kept, _ = writing.room_for(models.most_tokens(self.task.config), self.task.options.new_tokens)
         cut = [prompt.where for prompt in prompts if kept is not None and len(prompt.ids) > kept][:_SHOWN]
-        notes = [f"{where}: only the last {kept} tokens of this prompt are seen" for where in cut]
+        notes = [f"{where}: the prompt is too long: the model sees only its last {kept} tokens" for where in cut]
         if blank:
             notes.insert(0, f"{len(blank)} blank line{'s' * (len(blank) > 1)} left out, the first is {blank[0]}")
         return Prompts(prompts, notes)
 
     def stream(self, arguments: Sequence[str]) -> bool:
-        """Show the text of a single prompt while it is written."""
+        """Print the text of a single prompt while it is written."""
         self.task.stream = Stream(self.task) if len(arguments) == 1 and is_prompt(arguments[0]) else None
         return self.task.stream is not None
 
@@ -80,7 +80,8 @@ class LmPresenter(Presenter):
         return [(text, table.where(row)) for row, text in zip(rows, texts, strict=True)]
 
     def describe(self, output: dict[str, Tensor]) -> dict[str, Any]:
-        """The written texts; of evaluation rows, the number of tokens, the perplexity and the share of right tokens."""
+        """The generated texts. For evaluation rows, the number of tokens, the perplexity and the fraction of correct
+        tokens."""
         texts = [self.task.decoded(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
         if not int(output["tokens"]):
             return {"text": texts[0] if texts else ""}
@@ -99,10 +100,10 @@ class LmPresenter(Presenter):
         if "perplexity" in values:
             lines.append(
                 f"perplexity {float(values['perplexity']):.4g}, {float(values['bits_per_byte']):.4f} bits per byte of "
-                f"text, next token right in {float(values['accuracy']):.1%}"
+                f"text, next token correct in {float(values['accuracy']):.1%}"
             )
         if "exact_match" in values:
-            lines.append(f"questions answered with the right number: {float(values['exact_match']):.1%}")
+            lines.append(f"questions answered with the correct number: {float(values['exact_match']):.1%}")
         texts = [
             f"  {prompt.text!r} -> {self.task.decoded(tokens)!r}"
             for sample, output in samples
@@ -111,14 +112,14 @@ class LmPresenter(Presenter):
         return "\n".join([*lines, *list(dict.fromkeys(texts))[:_SHOWN]])
 
     def log_header(self) -> list[str]:
-        """The model, the documents, the rows that they fill, and the padding that is left."""
+        """The model, the documents, the rows that they fill, and the remaining padding."""
         task, options = self.task, self.task.options
         kind = "Lockstep's small model (as Llama)" if options.is_small else task.config.model_type
         size = f" of {task.parameters:,} parameters" if task.parameters else ""
         origin = f"pretrained {options.model}" if options.model else "new weights"
         lines = [f"model: {kind}{size}, {origin}; {len(task.tokenizer):,} tokens in the vocabulary"]
         if task.new_weights:
-            lines.append(f"  not in {options.model}, so new: {', '.join(task.new_weights)}")
+            lines.append(f"  not in {options.model}, so initialised: {', '.join(task.new_weights)}")
         lines += self._of_rows("training", task.train_data())
         evaluation = task.eval_data()
         if evaluation is not None:
@@ -128,20 +129,20 @@ class LmPresenter(Presenter):
     def _of_rows(self, name: str, rows: Rows) -> list[str]:
         tokens, plan, length = rows.tokens, rows.plan, rows.length
         lines = [
-            f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens, of which "
-            f"{int(tokens.counts.sum()):,} can be learned"
+            f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens "
+            f"({int(tokens.counts.sum()):,} to learn)"
         ]
         padding = 1 - int(plan.sizes.sum()) / (len(rows) * length)
-        how = "several documents in a row" if rows.packed else "a document in a row, before micro-batches are cut"
-        lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of them are padding")
+        how = "several documents in a row" if rows.packed else "one document per row, before micro-batches are formed"
+        lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of the tokens are padding")
         if plan.split:
             lines.append(f"  {plan.split:,} documents are longer than task.length, and are split over rows")
         if tokens.unknown:
             what = f"{tokens.unknown:,} letters that the tokenizer does not know"
-            lines.append(f"  warning: {what}: bits per byte do not count what they say")
+            lines.append(f"  warning: {what}: bits per byte ignore their content")
         return lines
 
-    has_program = False  # transformers makes the model
+    has_program = False  # transformers builds the model
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
         """Write what `AutoModelForCausalLM` and `AutoTokenizer` read, and a model card."""

@@ -1,4 +1,4 @@
-"""The text of a single prompt on a terminal, piece by piece while the model writes it."""
+"""Print the text of a single prompt to a terminal, piece by piece while the model writes it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from lockstep_recipes.tasks.readers.table import SUFFIXES
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.lm.task import LanguageModel
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would interpret them
 
 
 def is_prompt(argument: str) -> bool:
-    """True for an argument of `lockstep predict` that is a prompt, and names no file, folder or standard input."""
+    """True for an argument of `lockstep predict` that is a prompt rather than a file, a folder or standard input."""
     names_file = os.path.exists(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
     return argument != "-" and not names_file
 
 
 class Stream:
-    """Writes a text to stdout, each letter as soon as all of its bytes are there.
+    """Writes a text to stdout, each character as soon as all of its bytes are available.
 
-    `DecodeStream` of tokenizers gives the pieces: together they are the text that `decode` gives for all tokens. (The
-    TextStreamer of transformers begins anew behind each line break, where tokenizers such as Llama's drop a space.)
+    `DecodeStream` of tokenizers returns the pieces. Together they are the text that `decode` returns for all tokens.
+    (The TextStreamer of transformers restarts after each line break, and tokenizers such as Llama's then drop a space.)
 
     Args:
-        task: has the tokenizer, at the latest when the model writes.
+        task: has the tokenizer, at the latest when the model starts to write.
     """
 
     def __init__(self, task: LanguageModel) -> None:
         self.task = task
 
     def write(self, model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, **options: Any) -> Tensor:
-        """As `writing.write`, for a single prompt."""
+        """Like `writing.write`, for a single prompt."""
         from tokenizers.decoders import DecodeStream
 
         pieces, backend, shown = DecodeStream(skip_special_tokens=True), self.task.tokenizer.backend_tokenizer, ""

@@ -26,22 +26,22 @@ from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
 
 Batch = dict[str, Any]
-_BEGINNINGS = 3  # evaluation documents whose beginnings are continued
-_PROMPT = 16  # tokens of such a beginning
+_BEGINNINGS = 3  # evaluation documents whose starts are continued
+_PROMPT = 16  # tokens of such a start
 _KIND = "kind_of_texts.txt"  # kept with a run
 
 
 @final
 class LanguageModel(Task):
-    """The model predicts the next token. The loss is the cross-entropy, summed over the tokens that are learned.
+    """The model predicts the next token. The loss is the cross-entropy, summed over learned tokens.
 
     Args:
         train, eval: text files, folders, patterns, tables, or names on the hub: see `documents.Corpus`. Without
-            `eval`, a share of the training texts is held back for evaluation.
+            `eval`, a fraction of the training texts is held back for evaluation.
     """
 
     presenter = LmPresenter
-    calls_vary = True  # where texts are written, the model is called for each token
+    calls_vary = True  # when it writes texts, the model is called for each token
 
     def __init__(self, options: LmOptions, train: str, eval: str | None = None) -> None:
         self.options = options
@@ -50,17 +50,17 @@ class LanguageModel(Task):
         self.corpus = Corpus(train, options)
         self.eval_corpus = Corpus(eval, options, split="test") if eval else None
         self.folder: Path | None = None
-        """The folder with tokenizer and config that is kept with the run. None without a run."""
+        """The folder with tokenizer and config that is kept with the run. None outside a run."""
         self.new_weights: list[str] = []
         """Names of the weights that the pretrained model lacks. Known after `model`."""
         self.parameters = 0
         """Number of parameters. Known after `model`."""
         self._trained = False
         self.stream: Stream | None = None
-        """Shows the next text that is written."""
+        """Prints the next text while it is written."""
 
     def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the tokenizer and the model's config in `folder`, as Hugging Face writes them."""
+        """Save the tokenizer and the model's config in `folder`, in the format of Hugging Face."""
         self._trained = trained
         if not (folder / "config.json").exists():
             config, tokenizer, kind = self.config, self.tokenizer, self._train.tokens.kind
@@ -72,7 +72,7 @@ class LanguageModel(Task):
 
             keep(folder, "config.json", save)
         self.folder = folder
-        for name in ("config", "tokenizer"):  # they come from the files, so that all ranks have the same
+        for name in ("config", "tokenizer"):  # read from the files, so that they are the same on all ranks
             self.__dict__.pop(name, None)
 
     # ---- data
@@ -102,7 +102,7 @@ class LanguageModel(Task):
 
     @cached_property
     def config(self) -> Any:
-        """The config of the model, as transformers has it."""
+        """The config of the model, as a transformers object."""
         options = self.options
         if self.folder:
             return hugging_face.load_config(self.folder)
@@ -120,7 +120,7 @@ class LanguageModel(Task):
         found = tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
         known = models.vocabulary(self.config)
         if found.largest >= known:
-            what = f"the model has {known} tokens, and the tokenizer makes token {found.largest}"
+            what = f"the model has {known} tokens, but the tokenizer produces token {found.largest}"
             raise UsageError(what, where="task.tokenizer", remedy="use the tokenizer that the model was trained with")
         return found
 
@@ -155,7 +155,7 @@ class LanguageModel(Task):
         return (self.folder / _KIND).read_text() if self.folder else self._train.tokens.kind
 
     def prompt(self, text: str, where: str = "") -> Prompt:
-        """A text as the model sees it before it continues it: in the form of the training texts."""
+        """A prompt in the form of the training texts, as the model sees it."""
         render, whole = tokens.renderer(self.tokenizer), text
         start, _ = tokens.start_and_end(self.tokenizer)
         if self.kind == "chats" and render is not None:
@@ -166,8 +166,8 @@ class LanguageModel(Task):
         return Prompt(text, (*start, *ids), where)
 
     def _prompts(self, found: Tokens) -> list[Prompt]:
-        """The prompts of evaluations: those of the options, or what comes before the first answer of some documents, or
-        the beginnings of plain texts."""
+        """The prompts of evaluations: those of the options, or the text before the first answer of some documents, or
+        the starts of plain texts."""
         if self.options.prompts is not None:
             return [self.prompt(text) for text in self.options.prompts]
         return [self._beginning(found, number) for number in range(min(_BEGINNINGS, len(found.ends)))]
@@ -182,8 +182,8 @@ class LanguageModel(Task):
         return [prompt for prompt in asked if number_in(prompt.answer or "") is not None]
 
     def _beginning(self, found: Tokens, number: int) -> Prompt:
-        """What comes before the first answer of a document, with all learned tokens as the answer; of a plain text, the
-        beginning."""
+        """The text before the first answer of a document, with all learned tokens as the answer. For a plain text, its
+        start."""
         start, _ = tokens.start_and_end(self.tokenizer)
         begin, end = (int(found.ends[number - 1]) if number else 0), int(found.ends[number])
         learned = found.counts[begin + len(start) : end]
@@ -213,22 +213,23 @@ class LanguageModel(Task):
         return model
 
     def loss_chunk(self, model: Any, device: torch.device) -> int | None:
-        """The tokens whose loss is computed at a time. None: all. It is the same on all ranks.
+        """The number of tokens whose loss is computed at a time. None: all. The same on all ranks.
 
         Raises:
-            UsageError: chunks are asked for, and the model is compiled as a whole: they call a part of it, as it is.
+            UsageError: chunks are requested and the whole model is compiled, but chunks call a submodule that is not
+                compiled.
         """
         chosen = self.options.loss_chunk
         if getattr(model, "_compiled_call_impl", None) is not None:
             if isinstance(chosen, int):
-                what = "compute.compile=model compiles the model as a whole, and chunks need a part"
-                remedy = "use compute.compile=blocks, or leave out one of the two"
+                what = "compute.compile=model compiles the whole model, but task.loss_chunk needs its submodules"
+                remedy = "use compute.compile=blocks, or remove one of the two keys"
                 raise UsageError(what, where="task.loss_chunk", remedy=remedy)
             return None
         if chosen != "auto":
             return chosen
         is_usual = self.options.is_small or self.config.model_type in models.PLAIN_HEADS
-        is_usual &= hasattr(type(model), "get_output_embeddings")  # what stands in for a model has no last layer
+        is_usual &= hasattr(type(model), "get_output_embeddings")  # a substitute for a model has no last layer
         if not (is_usual and isinstance(model.get_output_embeddings(), nn.Linear)):  # it may have an adapter
             return None
         return losses.chunk_for(models.vocabulary(self.config), device)
@@ -242,8 +243,8 @@ class LanguageModel(Task):
         """Pad rows to `task.length`, or without packing to the longest of them.
 
         Returns:
-            `input_ids` and `targets`: (rows, tokens). `bytes`: (rows). Where a row has several documents: `documents`
-            and `positions`, (rows, tokens). Where rows have prompts: what `writing.prepare_prompts` makes of them, and
+            `input_ids` and `targets`: (rows, tokens). `bytes`: (rows). If rows contain several documents: `documents`
+            and `positions`, (rows, tokens). If rows have prompts: the result of `writing.prepare_prompts`, and
             `prompts`, the number of prompts of each row.
         """
         width = max(len(row.ids) for row in samples)
@@ -255,7 +256,7 @@ class LanguageModel(Task):
             filled = pad_sequence([*columns, torch.empty(width, dtype=torch.int64)], True, float(value))
             return filled[:-1]
 
-        padding = tokens.start_and_end(self.tokenizer)[0][0]  # of which the model has an embedding
+        padding = tokens.start_and_end(self.tokenizer)[0][0]  # a token that the model has an embedding for
         batch: Batch = {"input_ids": padded("ids", padding)}
         batch["targets"] = padded("targets", NOT_LEARNED)
         batch["bytes"] = torch.tensor([row.bytes for row in samples])
@@ -293,7 +294,7 @@ class LanguageModel(Task):
         return batch["input_ids"], batch.get("positions"), attention.mask_for(self.options.attention, model, batch)
 
     def _by_token(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss of each token, and whether the most probable token was right: (rows, tokens)."""
+        """The loss of each token, and whether the most probable token was correct: (rows, tokens)."""
         targets = batch["targets"]
         chunk = self.loss_chunk(model, targets.device)
         if chunk is None:
@@ -308,21 +309,22 @@ class LanguageModel(Task):
         """Sums over the learned tokens of each row, and the texts that the model writes.
 
         Returns:
-            `nats` (the loss), `tokens`, `right` (the most probable token was right), `bytes`: (rows). `written`: tokens
-            for each prompt of a row, (rows, prompts, tokens), below 0 where there are none.
+            `nats` (the loss), `tokens`, `right` (the most probable token was correct), `bytes`: (rows). `written`:
+            tokens for each prompt of a row, (rows, prompts, tokens), negative for missing tokens.
         """
         targets = batch["targets"]
         output = {"tokens": (targets != NOT_LEARNED).sum(dim=1), "bytes": batch["bytes"]}
         if targets.shape[1]:
             nats, right = self._by_token(model, batch)
             output |= {"nats": nats.sum(dim=1), "right": right.sum(dim=1)}
-        else:  # prompts alone
+        else:  # only prompts
             output |= {"nats": torch.zeros(len(targets), device=targets.device), "right": output["tokens"]}
         output["written"] = self._written(model, batch)
         return output | (self._matches(batch, output["written"]) if self.options.exact_match else {})
 
     def _matches(self, batch: Batch, written: Tensor) -> dict[str, Tensor]:
-        """`asked` and `matched`: the questions of each row, and those that were answered with the right number."""
+        """`asked` and `matched`: the number of questions of each row, and how many were answered with the correct
+        number."""
         asked, matched = (torch.zeros(len(written), dtype=torch.int64, device=written.device) for _ in range(2))
         answers = iter(batch["answers"])
         for row, count in enumerate(batch["prompts"]):
@@ -334,7 +336,7 @@ class LanguageModel(Task):
         return {"asked": asked, "matched": matched}
 
     def decoded(self, written: Tensor) -> str:
-        """The text of tokens, of which those below 0 stand for nothing."""
+        """The text of tokens, without negative ones."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(written[written >= 0].tolist(), **options))
 

@@ -1,4 +1,4 @@
-"""Tokenizers, and documents as tokens: made once per machine, in files that all ranks and loader workers map."""
+"""Tokenizers, and documents as tokens: computed once per machine, in files that all ranks and loader workers map."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lockstep_recipes.tasks.text import hugging_face
 from lockstep_recipes.tasks.text.data import OfFolder, mapped
 
 END = "<|endoftext|>"
-"""The token before and behind each document, of a tokenizer that is trained here."""
+"""The token before and after each document, for a tokenizer that is trained here."""
 _UNKNOWN = "<|unknown|>"
 _FORMAT = 5  # of the cached files
-_BLOCK = 2**20  # letters that are tokenised at a time
+_BLOCK = 2**20  # characters to tokenise at a time
 
 
 def train_tokenizer(options: LmOptions, read: Callable[[], list[Document]], digest: str) -> Any:
     """A tokenizer of the training texts, trained once per machine.
 
-    `bpe` joins the pairs of bytes that are together most often, within words (Radford et al. 2019, section 2.2), so it
-    can write every text. `characters` has the letters of the training texts.
+    `bpe` merges the most frequent pairs of bytes within words (Radford et al. 2019, section 2.2), so it can encode
+    every text. `characters` has the characters of the training texts.
 
     Args:
         read: the training documents.
-        digest: of the training documents.
+        digest: the digest of the training documents.
     """
     is_bpe = options.tokenizer != "characters"
     key = digest_of(_FORMAT, digest, is_bpe, options.vocab_size, hugging_face.version_of("tokenizers"))
@@ -43,7 +43,7 @@ def train_tokenizer(options: LmOptions, read: Callable[[], list[Document]], dige
 
         texts = (part.text for document in read() for part in document.parts)
         made = _byte_pairs(texts, options.vocab_size) if is_bpe else _characters(texts)
-        ends = [(END, made.token_to_id(END))]  # users of an export get the token before a document
+        ends = [(END, made.token_to_id(END))]  # users of an export get the token that starts a document
         made.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=ends)
         special = {"bos_token": END, "eos_token": END, "pad_token": END}
         unknown = {} if is_bpe else {"unk_token": _UNKNOWN}
@@ -93,13 +93,13 @@ def renderer(tokenizer: Any) -> Callable[..., str] | None:
 
 
 def start_and_end(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The token before each document, so that its first token can be predicted, and the token behind it."""
+    """The token before each document, so that its first token can be predicted, and the token after it."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return (end if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]), end
 
 
 class Tokens(OfFolder):
-    """The tokens of documents, one document behind the other. They are a folder of the cache."""
+    """The tokens of documents, one document after another, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -109,21 +109,21 @@ class Tokens(OfFolder):
         self.kind: str = about["kind"]
         """`plain` texts, `answers` to prompts, or `chats`."""
         self.unknown: int = about["unknown"]
-        """Number of tokens that stand for letters which the tokenizer does not know."""
+        """Number of tokens for characters that the tokenizer does not know."""
         self.largest: int = about["largest"]
-        """The highest number of a token."""
+        """The largest token number."""
         self.bytes: int = about["bytes"]
         """Size of the texts in UTF-8."""
         self.digest: str = about["digest"]
-        """Of all tokens, with what is learned of them."""
+        """The digest of all tokens, including which of them are learned."""
         self.ids = mapped(folder / "ids.npy")
         """int32 (tokens)."""
         self.sizes = mapped(folder / "sizes.npy")
-        """The bytes of the text that each token ends: uint32 (tokens)."""
+        """The bytes of text of each token: uint32 (tokens)."""
         self.counts = mapped(folder / "counts.npy")
         """True if the token is learned: (tokens)."""
         self.ends = mapped(folder / "ends.npy")
-        """Where each document ends: int64 (documents)."""
+        """The end of each document: int64 (documents)."""
 
 
 def tokenise(corpus: Corpus, tokenizer: Any, options: LmOptions, *, part: str = "all") -> Tokens:
@@ -147,14 +147,14 @@ def tokenise(corpus: Corpus, tokenizer: Any, options: LmOptions, *, part: str = 
 
 
 def read_part(corpus: Corpus, tokenizer: Any, options: LmOptions, part: str) -> list[Document]:
-    """All documents of a corpus, those for training, or those that are held back."""
+    """All documents of a corpus, those for training, or those held back."""
     documents = corpus.read(renderer(tokenizer))
     if part == "all":
         return documents
     training, held = divided(documents, options.eval_fraction, options.split_seed)
     if not (held and training):
         remedy = "give data.eval, or task.eval_fraction=0 and train.eval_every_epochs=0"
-        raise DataError("too little text to hold some back for evaluation", where=corpus.name, remedy=remedy)
+        raise DataError("too little text to hold back some for evaluation", where=corpus.name, remedy=remedy)
     return training if part == "training" else held
 
 
@@ -184,18 +184,19 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
 
 
 def _bare(tokens: list[int], counts: bool) -> tuple[Array, Array, Array]:
-    """Tokens that stand for no text."""
+    """Tokens without text."""
     return np.array(tokens, np.int32), np.zeros(len(tokens), np.uint32), np.full(len(tokens), counts)
 
 
 def _writes_before(tokenizer: Any) -> bool:
-    """True if a text has other tokens behind a line break: many tokenizers put a space before each text."""
+    """True if a text has different tokens after a line break: many tokenizers put a space before each text."""
     behind, alone = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\na", "a"))
     return bool(behind[-len(alone) :] != alone)
 
 
 def _joined(document: Document) -> _Joined:
-    """The parts of a chat as a single text: with such a tokenizer, parts would have spaces that the chat has not."""
+    """The segments of a chat as a single text: with such a tokenizer, separate segments would have additional
+    spaces."""
     said: list[tuple[int, int]] = []
     at = 0
     for part in document.parts:
@@ -207,7 +208,7 @@ def _joined(document: Document) -> _Joined:
 
 
 class _Joined(NamedTuple):
-    """As `Part`, with whether each letter is learned: (letters)."""
+    """Like `Part`, with whether each character is learned: (characters)."""
 
     text: str
     counts: Array
@@ -215,7 +216,7 @@ class _Joined(NamedTuple):
 
 
 def _encoded(part: Part | _Joined, tokenizer: Any) -> Iterator[tuple[Array, Array, Array]]:
-    """The tokens of a text, the bytes of the text that each of them ends, and whether a letter of it is learned."""
+    """The tokens of a text, the bytes of text of each token, and whether any of its characters is learned."""
     counts = np.broadcast_to(part.counts, (len(part.text),))
     start = 0
     for block in _blocks(part.text):
@@ -234,7 +235,7 @@ def _encoded(part: Part | _Joined, tokenizer: Any) -> Iterator[tuple[Array, Arra
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """A text in blocks that end behind a line break, where there is one: to tokenise takes memory."""
+    """A text in blocks that end after a line break, if there is one, because tokenising takes memory."""
     at = 0
     while at < len(text):
         stop = min(at + _BLOCK, len(text))
@@ -244,10 +245,10 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def _bytes_until(text: str, said: tuple[tuple[int, int], ...] | None, at: int) -> Array:
-    """The bytes in UTF-8 of the letters before each place: (letters + 1).
+    """The number of UTF-8 bytes before each character: (characters + 1).
 
     Args:
-        said: as in `Part`, where `text` is a block that begins at the letter `at`. The other letters have no bytes.
+        said: as in `Part`, for a block `text` that starts at the character `at`. All other characters count as 0 bytes.
     """
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     sizes = 1 + (letters > 0x7F).astype(np.int64) + (letters > 0x7FF) + (letters > 0xFFFF)

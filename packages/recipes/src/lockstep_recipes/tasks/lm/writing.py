@@ -1,4 +1,4 @@
-"""Texts that a model writes: a batch of prompts is continued token by token, with the keys and values of all before."""
+"""Generate texts: continue a batch of prompts token by token, with the cached keys and values of all earlier tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from lockstep_recipes.tasks.lm import attention, models
 
 NOTHING = -1
-"""Stands behind the end of a text."""
+"""Fills positions after the end of a text."""
 NO_PROMPT = -2
-"""Stands where a row has fewer prompts than another row."""
-_LOOK_EVERY = 16  # tokens between two questions whether all texts have ended: each question waits for the device
+"""Fills rows that have fewer prompts than other rows."""
+_LOOK_EVERY = 16  # tokens between checks whether all texts have ended: each check waits for the device
 
 
 def room_for(limit: int | None, new_tokens: int) -> tuple[int | None, int]:
-    """The most tokens of a prompt, of which the last are kept, and the most new tokens behind it.
+    """The maximum number of tokens of a prompt, whose last tokens are kept, and of new tokens after it.
 
     Args:
-        limit: positions of the model. None: any number.
+        limit: the number of positions of the model. None: unlimited.
     """
     if limit is None:
         return None, new_tokens
@@ -37,11 +37,11 @@ def prepare_prompts(
 ) -> dict[str, Tensor]:
     """A batch of prompts: `prompt_ids` and `prompt_mask` (prompts, tokens), padded on the left, and `draws`.
 
-    `draws` are the random numbers for the new tokens: (prompts, new tokens), from 0 to 1. They depend on the prompt
-    alone. So a text is the same in any batch, on any rank.
+    `draws` are the random numbers for the new tokens: (prompts, new tokens), from 0 to 1. They depend only on the
+    prompt, so a text is the same in any batch, on any rank.
 
     Args:
-        greedy: true for prompts that are continued with the most probable tokens, which the number 0 draws.
+        greedy: true for prompts that are continued with the most probable tokens; their random numbers are 0.
     """
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), padding)
@@ -72,13 +72,13 @@ def write(
 
     Args:
         ids, mask, draws: as `prepare_prompts` returns them.
-        temperature: 0 takes the most probable token.
-        top_k: draw from so many most probable tokens. None: from all.
-        end: the token behind a text.
-        put: is called with the next token of each prompt, (prompts), as soon as they are drawn.
+        temperature: the sampling temperature; 0 takes the most probable token.
+        top_k: sample from this many most probable tokens. None: from all.
+        end: the token that ends a text.
+        put: called with the next token of each prompt, (prompts), as soon as they are drawn.
 
     Returns:
-        new tokens: (prompts, new tokens). `NOTHING` stands where a text has ended.
+        new tokens: (prompts, new tokens). `NOTHING` fills positions after the end of a text.
     """
     draw = functools.partial(_drawn, temperature=temperature, top_k=top_k)
     if not takes_keys(model):
@@ -107,7 +107,7 @@ def write(
 
 
 def takes_keys(model: nn.Module) -> bool:
-    """True if a model takes the keys and values of earlier tokens, and the positions of padded rows."""
+    """True if a model accepts the keys and values of earlier tokens, and the positions of padded rows."""
     takes = inspect.signature(model.forward).parameters
     has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     return {"past_key_values", "position_ids"} <= takes.keys() or (has_any and "input_ids" not in takes)
@@ -116,7 +116,7 @@ def takes_keys(model: nn.Module) -> bool:
 def _write_alone(
     model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, draw: Any, end: int | None, put: Any
 ) -> Tensor:
-    """The continuation of one prompt, whose tokens the model sees anew for each new token: (new tokens)."""
+    """The continuation of one prompt, without cached keys and values: (new tokens)."""
     text, count = ids[mask], int(mask.sum())
     for number in draws[:, None]:
         token = draw(models.called(model, text[None]).logits[:, -1], number)
@@ -130,7 +130,8 @@ def _write_alone(
 
 
 def _mask_of(mask: Tensor, queries: int) -> Tensor:
-    """From a mask by token to the mask of the last `queries` tokens. Padding sees itself: it must not be NaN."""
+    """Turn a mask by token into the mask of the last `queries` tokens. Padding sees itself, so that it does not become
+    NaN."""
     total = mask.shape[1]
     causal = torch.ones(queries, total, dtype=torch.bool, device=mask.device).tril(total - queries)
     itself = torch.eye(total, dtype=torch.bool, device=mask.device)[total - queries :]
@@ -142,6 +143,6 @@ def _drawn(logits: Tensor, draws: Tensor, temperature: float, top_k: int | None)
     if temperature == 0:
         return logits.argmax(dim=-1)
     values, tokens = logits.float().topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
-    until = (values / temperature).softmax(dim=-1).cpu().cumsum(dim=-1)  # CUDA has no deterministic one
+    until = (values / temperature).softmax(dim=-1).cpu().cumsum(dim=-1)  # CUDA has no deterministic cumsum
     place = (until < draws.cpu()[:, None] * until[:, -1:]).sum(dim=-1, keepdim=True)
     return tokens.gather(1, place.to(tokens.device)).squeeze(1)

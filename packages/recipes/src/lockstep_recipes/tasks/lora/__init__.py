@@ -1,1 +1,1 @@
-"""Low-rank adapters (LoRA) of peft for language models."""
+"""Low-rank adapters (LoRA) with peft, for language models and classifiers."""

@@ -1,4 +1,4 @@
-"""Adapters of peft in models of transformers, whose own weights are frozen and stay out of checkpoints."""
+"""peft adapters in transformers models. The weights of the model are frozen, and are not in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lockstep_recipes.tasks.lm.options import LmOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ADAPTER = "default"  # peft's name of an adapter, where nobody gives another
-_HEADS = ("classifier", "score")  # of which peft knows that they train
+ADAPTER = "default"  # peft's default name of an adapter
+_HEADS = ("classifier", "score")  # heads that peft trains by itself
 _SHOWN = 8
 
 
@@ -34,10 +34,11 @@ def import_peft() -> Any:
 
 
 def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOptions) -> nn.Module:
-    """Freeze a model, and put adapters into it. Its `state_dict` then has what trains, and a digest of the rest.
+    """Freeze a model, and insert adapters. Its `state_dict` then contains the trainable weights, and a digest of the
+    rest.
 
     Args:
-        model: changed in place, of transformers. Its tensors may be on the meta device.
+        model: a transformers model, changed in place. Its tensors may be on the meta device.
         missing: names of weights that the pretrained model lacks.
 
     Raises:
@@ -45,8 +46,12 @@ def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOp
     """
     has_values = not next(model.parameters()).is_meta
     if has_values and options.model is None:
-        remedy = "set task.model to a name or a folder; of a run of Lockstep: lockstep export RUN FOLDER"
-        raise UsageError("adapters need a pretrained model, and task.config has none", where="task.lora", remedy=remedy)
+        remedy = (
+            "set task.model to a name or a folder; to use a Lockstep run, export it first: lockstep export RUN FOLDER"
+        )
+        raise UsageError(
+            "adapters need a pretrained model, but task.config makes a new one", where="task.lora", remedy=remedy
+        )
     _refuse(missing, options.model)
     digest = digest_of(model.state_dict()) if has_values else torch.empty(16, dtype=torch.uint8)
     base = FrozenBase(str(options.model), digest, where="task.model")
@@ -56,12 +61,12 @@ def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOp
 
 
 def classifier(model: Any, missing: list[str], name: str, lora: LoraOptions) -> nn.Module:
-    """The model of peft of a classifier: adapters train, and all that lies behind the pretrained body, its head.
+    """peft's model of a classifier. The adapters train, and so does the head: everything after the pretrained body.
 
     Args:
-        model: changed in place, of transformers. Its tensors may be on the meta device.
+        model: a transformers model, changed in place. Its tensors may be on the meta device.
         missing: names of weights that the pretrained model lacks.
-        name: of the pretrained model.
+        name: the name of the pretrained model.
 
     Raises:
         UsageError: the model lacks weights of its body, or has no such layers, or peft refuses the options.
@@ -69,7 +74,7 @@ def classifier(model: Any, missing: list[str], name: str, lora: LoraOptions) -> 
     parts = {part: module for part, module in model.named_children() if part != model.base_model_prefix}
     head = [part for part, module in parts.items() if any(True for _ in module.parameters())]
     _refuse([weight for weight in missing if weight.partition(".")[0] not in head], name)
-    for part in head:  # in float32, behind a body of base_dtype
+    for part in head:  # in float32, after a body in base_dtype
         parts[part].register_forward_pre_hook(_in_format_of_weights)
     made: nn.Module = trained_only(_inject(model, lora, [part for part in head if part not in _HEADS]), name)
     base: Any = made.frozen_base
@@ -85,26 +90,26 @@ def _in_format_of_weights(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[A
 def _refuse(missing: list[str], name: str | None) -> None:
     if missing:
         what = f"{name} lacks weights, which adapters cannot replace: {listed(missing, _SHOWN)}"
-        remedy = "train without task.lora, and use what lockstep export writes"
+        remedy = "train without task.lora first, export with lockstep export, and use that model"
         raise UsageError(what, where="task.model", remedy=remedy)
 
 
 def merge(model: nn.Module) -> dict[str, Tensor]:
-    """Add the adapters of a model to its weights, and take them out.
+    """Merge the adapters of a model into its weights, and remove them.
 
     Returns:
-        the weights, under the names that they have without adapters.
+        the weights, with the names that they have without adapters.
 
     Raises:
-        UsageError: an adapter belongs to the last layer, whose weights are those of the embeddings, too.
+        UsageError: an adapter belongs to the last layer, which shares its weights with the embeddings.
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
     counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, layer in layers.items():
         inner: Any = layer
         if counts[id(inner.get_base_layer().weight)] > 1:
-            what = f"the weights of {name} are those of another layer, too, which would get the adapter with them"
-            raise UsageError(what, where="--merge", remedy="leave --merge out: peft loads the adapters")
+            what = f"{name} shares its weights with a different layer, which would also be changed"
+            raise UsageError(what, where="--merge", remedy="remove --merge: peft loads the adapters")
         inner.merge()
         model.set_submodule(name, inner.get_base_layer())
     del model.frozen_base
@@ -112,10 +117,10 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _inject(model: nn.Module, lora: LoraOptions, head: list[str] | None = None) -> Any:
-    """The model with adapters; of a classifier peft's own model. What trains is in float32.
+    """The model with adapters; for a classifier, peft's own model. Trainable weights are in float32.
 
     Args:
-        head: parts of a classifier's head that peft does not know. None: a language model.
+        head: modules of a classifier's head that peft does not know. None: a language model.
     """
     peft = import_peft()
     config = peft.LoraConfig(
@@ -141,6 +146,6 @@ def _inject(model: nn.Module, lora: LoraOptions, head: list[str] | None = None) 
             f"peft refuses the model: {first_line(error)}", where="task.lora.targets", remedy=remedy
         ) from error
     for parameter in made.parameters():
-        if parameter.requires_grad:  # peft makes it in the number format of its layer
+        if parameter.requires_grad:  # peft creates it in the number format of its layer
             parameter.data = parameter.data.float()
     return made

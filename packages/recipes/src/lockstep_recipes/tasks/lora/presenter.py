@@ -1,4 +1,4 @@
-"""What the log says of adapters, and their exports: as peft loads them, or merged into the weights."""
+"""Log lines about adapters, and their exports: for peft, or merged into the weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 class LoraPresenter(LmPresenter):
-    """Shows and exports a language model with adapters."""
+    """Presents and exports a language model with adapters."""
 
     def log_header(self) -> list[str]:
-        """The lines of the model without adapters, and one on the adapters."""
+        """The lines of the model without adapters, and one about the adapters."""
         first, *lines = super().log_header()
         return [first, f"  {self.task.options.lora}", *lines]
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write what `AutoModelForCausalLM` reads, or without `merged` the config that `PeftModel` reads."""
+        """Write the files that `AutoModelForCausalLM` reads, or without `merged` the config that `PeftModel` reads."""
         warnings = super().export(model, folder)
         if not self.merged:
-            (folder / "config.json").unlink()  # transformers would look for whole weights
+            (folder / "config.json").unlink()  # otherwise transformers would look for complete weights
             held: Any = model
             config = held.peft_config[adapters.ADAPTER]
             name = str(self.task.options.model)

@@ -1,1 +1,1 @@
-"""Readers that tasks of several kinds share."""
+"""Readers that several kinds of tasks share."""

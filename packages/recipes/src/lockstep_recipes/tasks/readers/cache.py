@@ -1,4 +1,4 @@
-"""Results that are computed once per machine and kept: folders, named by a digest of what they were made from."""
+"""Cache results per machine, in folders that are named by a digest of their inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
-    """Hexadecimal SHA-256 of the parts' text and the files' contents, cut to 32 characters: a key for `cached`.
+    """Hexadecimal SHA-256 of the parts' text and the files' contents, truncated to 32 characters: a key for `cached`.
 
     Raises:
         DataError: a file cannot be read.
@@ -35,14 +35,14 @@ def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
 
 
 def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """The folder `kind-key` of the cache, which `make` fills if it is not there.
+    """The folder `kind-key` of the cache, which `make` fills if it does not exist.
 
-    Of all processes on this machine one makes the folder, and the others wait for its file lock, as long as it takes:
-    no collective is involved. The folder gets its name when it is complete and on disk, so a kill at any instant
-    leaves it whole or absent.
+    One process of this machine makes the folder, and all others wait for its file lock, as long as it takes. No
+    collective is involved. The folder gets its name when it is complete and on disk, so after a kill it is complete or
+    absent.
 
     Args:
-        make: fills the empty folder that it is given. What it raises comes through, except an OSError.
+        make: fills an empty folder. Its exceptions are passed on, except OSError.
 
     Raises:
         UsageError: the cache may not be written.
@@ -61,7 +61,7 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         remedy = f"set {CACHE_VARIABLE} to a folder that you may write to"
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or root), remedy=remedy) from error
     except OSError as error:
-        remedy = f"free disk space, or set {CACHE_VARIABLE} to a folder on another disk"
+        remedy = f"free disk space, or set {CACHE_VARIABLE} to a folder on a different disk"
         what = f"the cache cannot be written: {error.strerror or error}"
         raise DataError(what, where=str(error.filename or root), remedy=remedy) from error
     return folder
@@ -69,12 +69,12 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
 
 def _make(folder: Path, make: Callable[[Path], None], is_alone: bool) -> None:
     prefix = f".staging-{folder.name}-"
-    for leftover in folder.parent.glob(f"{prefix}*") if is_alone else ():  # of processes that were killed
+    for leftover in folder.parent.glob(f"{prefix}*") if is_alone else ():  # left over from killed processes
         shutil.rmtree(leftover, ignore_errors=True)
     own = folder.with_name(f"{prefix}{platform.node()}-{os.getpid()}")
     try:
         with atomic.staged_folder(folder, own) as staging, os_errors():
             make(staging)
     except OSError:
-        if is_alone or not folder.is_dir():  # where the file system knows no locks, another process may have been first
+        if is_alone or not folder.is_dir():  # on a file system without locks, another process may have been first
             raise

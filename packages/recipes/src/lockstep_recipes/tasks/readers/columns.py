@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from lockstep.core.errors import DataError, did_you_mean
 
 LABEL = ("label", "labels", "category", "class", "target", "intent", "topic", "sentiment")
-"""Usual names of columns that hold labels."""
+"""Usual names of columns that contain labels."""
 _SHOWN = 40  # characters of a column's name
 
 
 def named(wanted: str | int, names: Sequence[str], role: str, where: str) -> str:
-    """The name of a column that is given by its name, or by its place counted from 0.
+    """The name of a column that is given by name, or by index from 0.
 
     Args:
         names: all columns.
-        role: the key in `task.columns`, for the error.
-        where: the table, for the error.
+        role: the key in `task.columns`, for the error message.
+        where: the table, for the error message.
 
     Raises:
         DataError: there is no such column. The error lists all columns.
@@ -33,27 +33,27 @@ def named(wanted: str | int, names: Sequence[str], role: str, where: str) -> str
 def usual(
     usual: Sequence[str], left: Sequence[str], *, role: str, where: str, names: Sequence[str], needed: bool
 ) -> str | None:
-    """The column among `left` that has a usual name, in any case. The first usual name wins over the others.
+    """The column among `left` with a usual name, ignoring case. The first usual name takes precedence.
 
     Args:
         usual: the usual names, in lower case.
         left: the columns that have no role yet.
-        names: all columns, for the error.
-        needed: raise an error where no column has a usual name. Otherwise the result is then None.
+        names: all columns, for the error message.
+        needed: raise an error if no column has a usual name. Otherwise the result is None.
 
     Raises:
-        DataError: none of the columns has a usual name and one is needed, or several columns have.
+        DataError: one is needed but none of the columns has a usual name, or several columns have one.
     """
     candidates = [name for name in left if name.lower() in usual]
-    exact = [name for name in candidates if name.lower() == usual[0]]  # `label` wins over `category`
+    exact = [name for name in candidates if name.lower() == usual[0]]  # `label` takes precedence over `category`
     candidates = exact or candidates
     if len(candidates) == 1:
         return candidates[0]
     if not candidates and not needed:
         return None
-    what = f"no column looks like the {role}"
+    what = f"no column has a usual name for the {role}"
     if candidates:
-        what = f"which column is the {role}? {', '.join(candidates)} all might be"
+        what = f"several columns could be the {role}: {', '.join(candidates)}"
     raise DataError(what, where=where, remedy=_remedy(role, names))
 
 
@@ -62,4 +62,4 @@ def _remedy(role: str, names: Sequence[str]) -> str:
     remedy = f"set task.columns.{role} to one of: {listed}"
     if all(name.isidentifier() or name.isdigit() for name in names):
         return remedy
-    return f"{remedy}; if these are not names but a first row, set task.header=false"
+    return f"{remedy}; if these are the first row rather than names, set task.header=false"

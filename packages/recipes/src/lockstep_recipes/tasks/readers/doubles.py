@@ -1,6 +1,7 @@
-"""Samples that are there twice, and evaluation samples that are training samples, as lines for the head of the log.
+"""Find duplicate samples, and evaluation samples that are also training samples, and report them in the head of the
+log.
 
-Every search has a limit, and a line says how much was looked at where that is not all.
+Every search has a limit. If it is reached, a line reports how much was compared.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ import numpy as np
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, Pictures
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Part
-from lockstep_recipes.tasks.vision.readers.image_shards import ShardPictures
-from lockstep_recipes.tasks.vision.readers.image_table import DataSetPictures
+from lockstep_recipes.tasks.vision.readers.image_shards import ShardImages
+from lockstep_recipes.tasks.vision.readers.image_table import DataSetImages
 
-MOST_PICTURES = 20_000
-"""Pictures whose sizes are looked at, of training and evaluation together."""
+MOST_IMAGES = 20_000
+"""Maximum number of images whose sizes are compared, of training and evaluation together."""
 MOST_BYTES = 256 << 20
-"""Bytes of pictures of equal size that are read and compared."""
+"""Maximum number of bytes to read from images of equal size."""
 MOST_TEXTS = 100_000
-"""Texts that are compared, of training and evaluation together."""
+"""Maximum number of texts to compare, of training and evaluation together."""
 _MOST_TEXT_BYTES = 64 << 20
 _SHOWN = 3
 
 
 class Samples(NamedTuple):
-    """The pictures of a part of the data."""
+    """The images of a split."""
 
-    pictures: Pictures
+    pictures: EncodedImages
     labels: Array | None = None
-    """The label of each picture of the part. None: labels are not compared."""
+    """The label of each image of the split. None: labels are not compared."""
     rows: Array | None = None
-    """The pictures that belong to the part. None: all."""
+    """The images that belong to the split. None: all."""
 
 
 class _Item(NamedTuple):
@@ -50,13 +51,13 @@ class _Item(NamedTuple):
 
 
 class _Groups:
-    """Items that are equal, by what makes them equal."""
+    """Equal items, by a key that is the same for equal items."""
 
     def __init__(self) -> None:
         self.items: dict[Any, list[_Item]] = defaultdict(list)
 
     def lines(self, *, kind: str, how: str, looked: str) -> list[str]:
-        """A line about copies in the training data, and a line about training samples in the evaluation data."""
+        """A line about duplicates in the training data, and a line about training samples in the evaluation data."""
         copies, leaks, others = [], [], 0
         evaluated = 0
         for group in self.items.values():
@@ -70,11 +71,11 @@ class _Groups:
                 leaks += [(item.name, training[0].name) for item in evaluation]
         lines = []
         if copies:
-            labels = f", {others:,} of them with another label" if others else ""
+            labels = f", {others:,} of them with a different label" if others else ""
             what = f"{len(copies):,} {kind} are copies of others{labels} ({how}{looked})"
             lines.append(f"training: {what}: {_pairs(copies)}")
         if leaks:
-            what = f"{evaluated:,} {kind} are training {kind} too ({how}{looked})"
+            what = f"{evaluated:,} {kind} are also training {kind} ({how}{looked})"
             lines.append(f"WARNING: evaluation: {what}, so its results may be too good: {_pairs(leaks)}")
         return lines
 
@@ -84,11 +85,11 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
     return shown + (", ..." if len(pairs) > _SHOWN else "")
 
 
-# ---- pictures
+# ---- images
 
 
 def samples_of(data: Any) -> Samples | None:
-    """The pictures of a data set of pictures. None: it has none."""
+    """The images of a data set of images. None: it has none."""
     records = getattr(data, "records", data)
     pictures = getattr(records, "pictures", None)
     labels = records.labels if isinstance(records, ImageRecords) else None
@@ -97,12 +98,12 @@ def samples_of(data: Any) -> Samples | None:
     return None if pictures is None else Samples(pictures, labels)
 
 
-def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[str]:
-    """Lines about pictures that are equal byte by byte: in the training data, and between training and evaluation; and
-    about files that the training data name twice.
+def of_images(training: Samples | None, evaluation: Samples | None) -> list[str]:
+    """Lines about images that are equal byte by byte, in the training data and between training and evaluation, and
+    about files that the training data names twice.
 
-    Files are compared by their sizes, then by their bytes. At most `MOST_PICTURES` pictures are looked at, spread over
-    the data, and at most `MOST_BYTES` are read. A picture that cannot be read is not compared.
+    Files are compared by their sizes, then by their bytes. At most `MOST_IMAGES` images are looked at, spread over
+    the data, and at most `MOST_BYTES` are read. An image that cannot be read is not compared.
     """
     if training is None:
         return []
@@ -113,7 +114,7 @@ def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[st
     seen = 0
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
         known: dict[Any, str] = {}
-        for place in _spread(count, _share(counts, MOST_PICTURES)[number]):
+        for place in _spread(count, _share(counts, MOST_IMAGES)[number]):
             index = place if part.rows is None else int(part.rows[place])
             found = _size_and_file(part.pictures, index)
             if found is None:
@@ -128,25 +129,25 @@ def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[st
             known[file] = name
             by_size[size].append((_Item(number, name, label), file, partial(part.pictures.read, index)))
     groups, left = _equal(by_size)
-    looked = "" if seen == sum(counts) and not left else f"; looked at {seen - left:,} of {sum(counts):,}"
+    looked = "" if seen == sum(counts) and not left else f"; compared {seen - left:,} of {sum(counts):,}"
     lines = []
     if twice:
-        what = f"{len(twice):,} files are there more than once, under several ids or names"
+        what = f"{len(twice):,} files occur more than once, under several ids or names"
         lines.append(f"training: {what}{looked}: {_pairs(twice)}")
-    return lines + groups.lines(kind="pictures", how="equal byte by byte", looked=looked)
+    return lines + groups.lines(kind="images", how="equal byte by byte", looked=looked)
 
 
-def _size_and_file(pictures: Pictures, index: int) -> tuple[int, Any] | None:
-    """The size of a picture in bytes, and what only the same file has. None: it is not known without reading."""
-    if isinstance(pictures, PictureFiles):
+def _size_and_file(pictures: EncodedImages, index: int) -> tuple[int, Any] | None:
+    """The size of an image in bytes, and an identity of its file. None: unknown without reading."""
+    if isinstance(pictures, ImageFiles):
         try:
             about = os.stat(pictures.path(index))
         except OSError:
             return None
         return about.st_size, (about.st_dev, about.st_ino)
-    if isinstance(pictures, ShardPictures):
+    if isinstance(pictures, ShardImages):
         return int(pictures.sizes[index]), (id(pictures), index)
-    if isinstance(pictures, DataSetPictures):
+    if isinstance(pictures, DataSetImages):
         size = pictures.size(index)
         return None if size is None else (size, (id(pictures), index))
     return None
@@ -157,7 +158,7 @@ def _equal(by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]]) -> 
     groups, budget, left = _Groups(), MOST_BYTES, 0
     for size in sorted(by_size):
         group = by_size[size]
-        if len({file for _, file, _ in group}) == 1:  # a single picture, or the same file in training and evaluation
+        if len({file for _, file, _ in group}) == 1:  # a single image, or one file in training and evaluation
             groups.items[size, group[0][1]] += [item for item, _, _ in group]
             continue
         if size * len(group) > budget:
@@ -177,7 +178,7 @@ def _equal(by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]]) -> 
 
 
 class TextRows(NamedTuple):
-    """The texts of a part of the data."""
+    """The texts of a split."""
 
     total: int
     content: Callable[[int], bytes]
@@ -188,7 +189,7 @@ class TextRows(NamedTuple):
 
 def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
     """Lines about texts that are equal: in the training data, and between training and evaluation. At most `MOST_TEXTS`
-    texts are looked at, spread over the data, and at most 64 MiB of them."""
+    texts are compared, spread over the data, and at most 64 MiB of them."""
     parts = [training] if evaluation is None else [training, evaluation]
     counts = [part.total for part in parts]
     groups, seen = _Groups(), 0
@@ -202,22 +203,22 @@ def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
             seen += 1
             key = hashlib.blake2b(content, digest_size=16).digest()
             groups.items[key].append(_Item(number, part.where(index), part.label(index)))
-    looked = "" if seen == sum(counts) else f"; looked at {seen:,} of {sum(counts):,}"
-    return groups.lines(kind="texts", how="equal letter by letter", looked=looked)
+    looked = "" if seen == sum(counts) else f"; compared {seen:,} of {sum(counts):,}"
+    return groups.lines(kind="texts", how="identical text", looked=looked)
 
 
 # ---- boxes and names
 
 
 def of_boxes(annotations: Annotations) -> list[str]:
-    """A line about boxes that are there twice: with the same picture, class and four numbers."""
+    """A line about duplicate boxes: with the same image, class and four numbers."""
     rows = np.concatenate([annotations.images[:, None], annotations.labels[:, None], annotations.boxes], axis=1)
     order = np.lexsort(rows.T)
     again = order[1:][(rows[order[1:]] == rows[order[:-1]]).all(axis=1)]
     if not len(again):
         return []
     first = annotations.where(int(again.min()))
-    return [f"{len(again):,} boxes are there twice (same picture, class and place), the first: {first}"]
+    return [f"{len(again):,} boxes are duplicates (same image, class and coordinates), the first: {first}"]
 
 
 def of_names(names: Sequence[str]) -> list[str]:
@@ -233,11 +234,11 @@ def of_names(names: Sequence[str]) -> list[str]:
     return [f"WARNING: classes whose names differ only in case or spaces: {shown}{more}. Are they the same class?"]
 
 
-# ---- what is looked at
+# ---- choice of samples
 
 
 def _share(counts: Sequence[int], most: int) -> list[int]:
-    """The number of samples of each part to look at: all, or of a larger part what the smaller parts leave."""
+    """The number of samples of each split to compare: all, or for a large split what the smaller ones leave."""
     shares, left = [0] * len(counts), most
     for done, place in enumerate(sorted(range(len(counts)), key=lambda place: counts[place])):
         shares[place] = min(counts[place], left // (len(counts) - done))

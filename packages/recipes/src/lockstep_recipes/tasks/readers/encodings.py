@@ -1,4 +1,4 @@
-"""The text of a text file: decoded by its byte order mark; as UTF-16 or UTF-32 where zero bytes show it; else as UTF-8.
+"""Decode a text file: by its byte order mark; as UTF-16 or UTF-32 if zero bytes show it; otherwise as UTF-8.
 
 Errors name the remedy for other encodings.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.core.errors import DataError
 from lockstep.core.foreign_errors import reading
 
-# UTF-32 comes before UTF-16: the little-endian mark of UTF-32 begins with the mark of UTF-16.
+# UTF-32 comes before UTF-16: the little-endian mark of UTF-32 starts with the mark of UTF-16.
 _MARKS = [
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -24,7 +24,7 @@ _MAGIC = {
     b"BZh": ("bzip2-compressed", "decompress it first (bunzip2)"),
     b"\xfd7zXZ": ("xz-compressed", "decompress it first (unxz)"),
     b"\x28\xb5\x2f\xfd": ("zstd-compressed", "decompress it first (unzstd)"),
-    b"PK\x03\x04": ("a ZIP archive, as Excel's files are too", "unpack it first, or save the sheet as CSV"),
+    b"PK\x03\x04": ("a ZIP archive (Excel files are ZIP archives, too)", "unpack it first, or save the sheet as CSV"),
     b"PAR1": ("Parquet", "give the file the suffix .parquet"),
 }
 _HEAD = 4096
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def decoded(path: Path) -> tuple[str, str | None]:
-    """The text of a file without its byte order mark, and its encoding where no mark names it and it is not UTF-8.
+    """The text of a file without its byte order mark, and its encoding if it has no mark and is not UTF-8.
 
     Raises:
         DataError: the file cannot be read, or its bytes are not in the encoding of its mark (without a mark: UTF-8).
@@ -55,16 +55,18 @@ def decoded(path: Path) -> tuple[str, str | None]:
         try:
             return raw.decode(guessed), guessed
         except UnicodeDecodeError as error:
-            remedy = f"the file is damaged or cut off; convert it: iconv -c -f {guessed} -t utf-8 {path.name}"
-            what = f"not UTF-8: zero bytes between the letters, as {guessed.upper()} has them"
+            remedy = f"the file is damaged or truncated; convert it: iconv -c -f {guessed} -t utf-8 {path.name}"
+            what = f"not UTF-8: zero bytes between the characters, as in {guessed.upper()}"
             raise DataError(what, where=str(path), remedy=remedy) from error
     try:
         return raw[len(mark) :].decode(encoding or "utf-8"), None
     except UnicodeDecodeError as error:
         place = error.start + len(mark)
     if mark and encoding != "utf-8":
-        what = f"not {encoding.upper()}, as its byte order mark says: byte {place} begins no character"
-        raise DataError(what, where=str(path), remedy="the file is damaged or cut off; write it anew, best as UTF-8")
+        what = f"not {encoding.upper()}, although its byte order mark says so: byte {place} does not start a character"
+        raise DataError(
+            what, where=str(path), remedy="the file is damaged or truncated; write it again, preferably as UTF-8"
+        )
     what, remedy = _explained(raw, place, path.name)
     raise DataError(what, where=str(path), remedy=remedy)
 
@@ -88,12 +90,12 @@ def _explained(raw: bytes, place: int, name: str) -> tuple[str, str]:
     line = raw[:place].count(b"\n") + 1
     what = f"not UTF-8: byte 0x{raw[place]:02x} at byte {place} (line {line})"
     if any(byte in _CONTROLS for byte in set(raw)):
-        return what, "it holds control characters, so it may be no text at all; give a text file, or repair it there"
+        return what, "it contains control characters, so it may not be text at all; give a text file, or repair it"
     read = raw.decode("utf-8", errors="replace")
-    if sum(letter > "\x7f" for letter in read) > 3 * read.count("\ufffd"):  # other letters beyond ASCII are UTF-8
+    if sum(letter > "\x7f" for letter in read) > 3 * read.count("\ufffd"):  # all other non-ASCII characters are UTF-8
         return (
             what,
-            f"the rest of it is UTF-8, so repair this line, or leave such bytes out: iconv -c -f utf-8 -t utf-8 {name}",
+            f"the rest of it is UTF-8, so repair this line, or remove such bytes: iconv -c -f utf-8 -t utf-8 {name}",
         )
     high = [byte for byte in raw if byte > 127]
     if 4 * len(high) <= len(raw) and not _NOT_IN_CP1252.intersection(high):

@@ -1,4 +1,4 @@
-"""Work without the Hugging Face hub where it cannot be reached."""
+"""Work without the Hugging Face hub if it cannot be reached."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _TIMEOUT_S = 5.0  # to reach the hub at all
 
 @contextlib.contextmanager
 def offline_without_network() -> Iterator[str]:
-    """Where the hub cannot be reached, the libraries of the hub look into its cache alone.
+    """If the hub cannot be reached, its libraries use only the local cache.
 
-    Otherwise they would try again for half a minute, also for a name that is misspelt.
+    Otherwise they would retry for half a minute, even for a misspelt name.
 
     Yields:
-        Why only the cache is looked into, for an error: " (...)". Empty if the hub can be reached.
+        The reason why only the cache is used, for an error message: " (...)". Empty if the hub can be reached.
     """
     from huggingface_hub import constants, get_session
 
@@ -30,7 +30,7 @@ def offline_without_network() -> Iterator[str]:
     else:
         yield ""
         return
-    datasets = sys.modules.get("datasets")  # it keeps a setting of its own
+    datasets = sys.modules.get("datasets")  # it has its own setting
     before = datasets and datasets.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     if datasets:

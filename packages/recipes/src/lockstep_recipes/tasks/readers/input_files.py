@@ -11,18 +11,17 @@ from lockstep.core.errors import UsageError
 
 
 def find_files(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
-    """The files that `arguments` name, each of them once, at its first place.
+    """The files that `arguments` name, each once, in the order of first occurrence.
 
     An argument is a file, a folder (its files of these kinds, also in folders within it, sorted by path) or a pattern
     with `*`, `?`, `[...]` or `**` (the files of these kinds and the folders that match, sorted by path). A file that is
-    named itself may have any suffix. In folders, names that begin with a dot are left out, and so are pipes and
-    devices.
+    named directly may have any suffix. In folders, names that start with a dot are left out, as are pipes and devices.
 
     Args:
-        suffixes: of the kinds of files, in lower case, such as `.jpg`.
+        suffixes: the accepted suffixes, in lower case, such as `.jpg`.
 
     Raises:
-        UsageError: an argument names nothing, or a folder or a pattern has no file of these kinds.
+        UsageError: an argument does not name anything, or a folder or a pattern has no file of these kinds.
     """
     found: dict[str, Path] = {}
     for argument in arguments:
@@ -32,8 +31,8 @@ def find_files(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
 
 
 def special_files(folder: str | Path) -> set[str]:
-    """The names in a folder that are neither files nor links to nowhere, such as pipes: to open a pipe may take for
-    ever."""
+    """The names in a folder that are neither files nor broken links, such as pipes: opening a pipe may block
+    forever."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if not entry.is_file() and os.path.exists(entry.path)}
 
@@ -43,8 +42,8 @@ def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.exists() and not path.is_dir():
-        raise UsageError("is neither a file nor a folder", where=argument, remedy="copy its content into a file")
-    kinds = f"files of the kinds {', '.join(suffixes)}"
+        raise UsageError("is neither a file nor a folder", where=argument, remedy="copy its content to a file")
+    kinds = f"files that end in {', '.join(suffixes)}"
     if path.is_dir():
         files = _files_in(path, suffixes)
         if not files:
@@ -61,7 +60,7 @@ def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
         if file.name.lower().endswith(suffixes) and (file.is_file() or not file.exists())
     ]
     if not files:
-        what = "no file matches this pattern" if not matches else f"{len(matches)} names match, and none can be used"
+        what = "no file matches this pattern" if not matches else f"{len(matches)} names match, but none can be used"
         raise UsageError(what, where=argument, remedy=f"give {kinds}")
     return files
 

@@ -22,7 +22,7 @@ class Labelled(Protocol):
     names: list[str]
     """The names of the labels."""
     codes: Array
-    """The label of each sample as its place in `names`, or -1: (samples,). Several labels: 0 and 1, (samples,
+    """The label of each sample as its index in `names`, or -1: (samples,). With several labels: 0 and 1, (samples,
     names)."""
 
     def __len__(self) -> int: ...
@@ -40,13 +40,12 @@ def single_labels(
     where: Callable[[int], str],
     for_lists: str = "set task.multi_label=true if texts have several labels",
 ) -> tuple[list[str], Array]:
-    """Names and codes of samples that have a single label each.
+    """Names and codes of samples with a single label each.
 
     Args:
         classes: the names of the classes if `values` are class numbers. None: `values` are the labels themselves.
-        column: the name of the column, for errors.
-        where: from the number of a value to its place, for errors.
-        for_lists: the remedy where a label is a list.
+        column: the name of the column, for errors. where: returns the place of a value from its index, for errors.
+        for_lists: the remedy if a label is a list.
 
     Raises:
         DataError: a sample has no label, or a list of labels.
@@ -69,7 +68,7 @@ def single_labels(
 def multiple_labels(
     values: Sequence[Any], classes: Sequence[str] | None, *, separator: str, where: Callable[[int], str]
 ) -> tuple[list[str], Array]:
-    """Names and codes of samples that have any number of labels: lists, or text with `separator` between labels.
+    """Names and codes of samples with any number of labels: lists, or text with `separator` between labels.
 
     The other arguments are those of `single_labels`.
 
@@ -92,7 +91,7 @@ def multiple_labels(
             or (classes is not None and isinstance(item, int) and not 0 <= item < len(classes))
         ]
         if bad:
-            remedy = "leave it out of the list, or name the label"
+            remedy = "remove it from the list, or name the label"
             raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy=remedy)
         numbered = classes if classes is not None else ()
         written = [item for item in items if item != ""]
@@ -110,7 +109,7 @@ def _name(value: Any) -> str:
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:
-    """Names sorted by value if all are numbers, else by letter: the same order in every process and on every
+    """Names sorted by value if all are numbers, otherwise alphabetically: the same order in every process and on every
     machine."""
     names = sorted(names)
     try:
@@ -121,7 +120,7 @@ def sorted_names(names: Iterable[str]) -> list[str]:
 
 
 def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
-    """The labels of `samples`, which have names of their own, as places in `names`.
+    """The labels of `samples`, which have their own names, as indices into `names`.
 
     Raises:
         DataError: `names` lacks some of the labels. The error names a label, and the first text that has it.
@@ -150,8 +149,9 @@ def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
     """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of
     `seed`.
 
-    Each class gives its share, rounded up or down so that the sum is the share of all samples, as far as possible. A
-    class with a single sample stays in training. With several labels per text, a class is a combination of labels.
+    Each class contributes its fraction, rounded up or down so that the sum is the fraction of all samples, as far as
+    possible. A class with a single sample stays in training. With several labels per text, a class is a combination of
+    labels.
     """
     classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(classes)

@@ -22,7 +22,7 @@ from lockstep_recipes.tasks.readers.hub import offline_without_network
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 EMBEDDED = "docstrings"
 _DELIMITERS = (";", "\t", ",", "|")
-_LETTERS = "if quotes are letters of the texts, set task.quoting=none"
+_LETTERS = "if quotes are part of the texts, set task.quoting=none"
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Table:
     name: str
     """The source of the table, for messages."""
     lines: list[int] | None = None
-    """The line of each row in its file. None: the source has no lines, and rows are counted from 0."""
+    """The line of each row in its file. None: the source does not have lines, and rows are counted from 0."""
     classes: dict[str, list[str]] = field(default_factory=dict)
-    """Columns that hold class numbers, with the names of the classes."""
+    """Columns that contain class numbers, with the names of the classes."""
     notes: tuple[str, ...] = ()
-    """Remarks for people about the way in which the table was read."""
+    """Remarks about how the table was read."""
 
     def where(self, row: int) -> str:
         """The place of a row, for messages."""
@@ -55,7 +55,7 @@ def place(name: str, number: int, is_line: bool) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """The place from which a table is read."""
+    """The source of a table."""
 
     name: str
     """A file, a folder that `datasets` saved, `docstrings` (embedded in the package), or a name on the hub."""
@@ -64,31 +64,31 @@ class Source:
     subset: str | None = None
     """Configuration of a data set on the hub."""
     header: bool = True
-    """CSV: whether the first line names the columns. Otherwise the columns are called 0, 1, ..."""
+    """CSV: whether the first line names the columns. Otherwise the columns are named 0, 1, ..."""
     delimiter: str | None = None
-    """CSV: None means a tab for .tsv, else a comma; or the letter of `;`, tab, `,` and `|` that cuts the header into
-    columns, where the usual letter is not in the header. Then `Table.notes` says so."""
+    """CSV delimiter. None: a tab for .tsv, otherwise a comma. If the header does not contain it, the one of `;`, tab,
+    `,` and `|` that splits the header into columns; `Table.notes` then reports it."""
     quoting: str | None = None
-    """CSV: `minimal` (a field may stand in double quotes) or `none` (quotes are letters). None: `none` for .tsv, else
-    `minimal`."""
+    """CSV: `minimal` (a field may be in double quotes) or `none` (quotes are ordinary characters). None: `none` for
+    .tsv, otherwise `minimal`."""
 
     @staticmethod
     def parse(text: str, split: str = "train", **options: Any) -> Source:
         """The source that `NAME` or `NAME:SPLIT` names. A file has no split.
 
         Args:
-            split: the split if `text` names none.
+            split: the split if `text` does not name one.
             options: further fields of the source.
 
         Raises:
-            DataError: a split stands behind the name of a file.
+            DataError: a split follows the name of a file.
         """
         name, colon, wanted = text.partition(":")
         if colon and not Path(text).exists() and "/" not in wanted and not wanted.endswith(SUFFIXES):
             found = Source(name, wanted, **options)
             if found.is_file or name == EMBEDDED:
                 what = f"{'a file' if found.is_file else 'this table'} has no splits, so there is no {wanted!r}"
-                raise DataError(what, where=text, remedy=f"write {name}, and give a file for each split")
+                raise DataError(what, where=text, remedy=f"write {name}, and use a separate file for each split")
             return found
         return Source(text, split, **options)
 
@@ -98,7 +98,7 @@ class Source:
         return Path(self.name).is_file() or (self.name.endswith(SUFFIXES) and not Path(self.name).is_dir())
 
     def files(self) -> tuple[Path, ...]:
-        """The files that hold the table. Their digest shows whether the table has changed.
+        """The files that contain the table. Their digest shows whether the table has changed.
 
         Raises:
             DataError: no such file or data set.
@@ -116,13 +116,13 @@ class Source:
             return (path,)
         files = tuple(sorted(Path(file["filename"]) for file in self.data_set().cache_files))
         if not files:
-            what = "the data set has no files on disk, so that a change could not be seen"
+            what = "the data set has no files on disk, so changes cannot be detected"
             raise DataError(what, where=self.name, remedy="write it with `Dataset.save_to_disk` first")
         return files
 
     def data_set(self) -> Any:
-        """The `datasets.Dataset` of a source that is no file: from a saved folder, or from the hub (offline: from the
-        hub's cache).
+        """The `datasets.Dataset` of a source that is not a file: from a saved folder, or from the hub (offline: from
+        the hub's cache).
 
         Raises:
             DataError: there is no such data set or split, or `datasets` is not installed.
@@ -166,7 +166,7 @@ class Source:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as editors count them. (`str.splitlines` would also cut at form feeds and Unicode
+    """The lines of a text, as editors count them. (`str.splitlines` would also split at form feeds and Unicode
     separators.)"""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
@@ -180,7 +180,10 @@ def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, qu
     if delimiter is None:
         delimiter = _delimiter_of(text, usual, quoting) if header else usual
         if delimiter != usual:
-            notes.append(f"the delimiter of {path.name} is {_shown(delimiter)}, by its header; task.delimiter sets it")
+            notes.append(
+                f"the delimiter of {path.name} is {_shown(delimiter)}, according to its header; task.delimiter "
+                "overrides it"
+            )
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
     rows: list[list[str]] = []
     lines: list[int] = []
@@ -198,7 +201,7 @@ def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, qu
                     continue
             if len(row) != len(names):
                 first = "the header" if header else "the first line"
-                what = f"{len(row)} fields where {first} has {len(names)} ({', '.join(names)})"
+                what = f"{len(row)} fields, but {first} has {len(names)} ({', '.join(names)})"
                 raise DataError(what, where=f"{path}:{at}", remedy=_remedy_for_ragged(row, quoted))
             rows.append(row)
             lines.append(at)
@@ -206,14 +209,14 @@ def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, qu
         remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
         raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
     if not rows:
-        remedy = "the file needs one row per sample" + (" below its header" if header else "")
+        remedy = "the file needs one row per sample" + (" after its header" if header else "")
         raise DataError("no rows", where=str(path), remedy=remedy)
     columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
     return Table(columns, str(path), lines, notes=(*notes, *(() if quoted else _notes_on_quotes(rows))))
 
 
 def _delimiter_of(text: str, usual: str, quoting: Any) -> str:
-    """The usual delimiter, unless it leaves a single column and another letter cuts the header into several."""
+    """The usual delimiter, unless it gives a single column and a different one splits the header into several."""
 
     def columns(letter: str) -> int:
         try:
@@ -230,22 +233,24 @@ def _shown(delimiter: str) -> str:
 
 
 def _remedy_for_ragged(row: Sequence[str], quoted: bool) -> str:
-    """The remedy for a row with another number of fields."""
+    """The remedy for a row with a different number of fields."""
     if not quoted:
-        return 'no text may hold the delimiter or a line break; if texts stand in "quotes", set task.quoting=minimal'
-    remedy = 'put texts that hold the delimiter or line breaks into "quotes", and double the quotes in them'
+        return (
+            'texts must not contain the delimiter or a line break; if texts are in "quotes", set task.quoting=minimal'
+        )
+    remedy = 'put texts that contain the delimiter or line breaks into "quotes", and double the quotes in them'
     has_quotes = any('"' in field or "\n" in field for field in row)
     return f"{remedy}; {_LETTERS}" if has_quotes else remedy
 
 
 def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """A note if quotes were read as letters and seem to enclose fields: all fields with quotes look as a CSV writer
-    quotes."""
+    """A note if quotes were read as ordinary characters but seem to enclose fields: all fields with quotes look like
+    those of a CSV writer."""
     with_quotes = [field for row in rows for field in row if '"' in field]
     quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
     if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):
         return ()
-    what = f'{len(quoted):,} fields stand in "quotes", which are read as part of the fields'
+    what = f'{len(quoted):,} fields are in "quotes", which are read as part of the fields'
     return (f"{what}: if the quotes only enclose the fields, set task.quoting=minimal",)
 
 
@@ -253,7 +258,7 @@ def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         remedy = "rename columns, or set task.header=false"
-        raise DataError(f"the header has {', '.join(map(repr, twice))} more than once", where=where, remedy=remedy)
+        raise DataError(f"the header contains {', '.join(map(repr, twice))} more than once", where=where, remedy=remedy)
     other = next((letter for letter in _DELIMITERS if letter != delimiter and letter in names[0]), None)
     if len(names) == 1 and other:
         hint = "'\\t'" if other == "\t" else repr(other)
@@ -314,7 +319,7 @@ def _read_parquet(path: Path) -> Table:
     try:
         columns = parquet.read_table(path, page_checksum_verification=True).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
-        remedy = "it is damaged, or of another format"
+        remedy = "the file is damaged, or is not Parquet"
         raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error
     return Table(columns, str(path))
 
@@ -345,7 +350,7 @@ def _data_set(source: Source) -> Any:
             return datasets.load_dataset(source.name, source.subset, split=source.split)
     except Exception as error:
         here = Path(source.name).absolute()
-        what = f"neither a file nor a folder ({here}), nor a data set that the Hugging Face hub gives now"
+        what = f"no file or folder ({here}), and no data set that the Hugging Face hub provides now"
         what = f"{what}: {first_line(error)}"
         hint = did_you_mean(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
         remedy = f"{hint}Check the path or the name; offline, give a file or a folder made by `Dataset.save_to_disk`"
@@ -356,7 +361,7 @@ def _data_set(source: Source) -> Any:
 def _from_data_set(data: Any, name: str) -> Table:
     classes = {}
     for column, kind in data.features.items():
-        inner = getattr(kind, "feature", None)  # of a list of class numbers
+        inner = getattr(kind, "feature", None)  # for a list of class numbers
         if names := getattr(inner, "names", None) or getattr(kind, "names", None):
             classes[column] = list(names)
     return Table(data.to_dict(), name, classes=classes)

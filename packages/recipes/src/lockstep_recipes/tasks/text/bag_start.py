@@ -1,8 +1,8 @@
-"""The n-grams of a new bag of embeddings, and the weights with which it begins: naive Bayes, by counting the texts.
+"""The n-grams of a new bag of embeddings, and its initial weights: naive Bayes, from counts of the training texts.
 
 A linear model that has seen thousands of texts for a few epochs is not yet better than counting (naive Bayes with
-weights of tokens by their rarity), so training begins there (Wang and Manning 2012, "Baselines and bigrams").
-Rare words share n-grams of letters with others, of which more is known.
+tokens weighted by rarity), so training starts there (Wang and Manning 2012, "Baselines and bigrams"). Rare words share
+character n-grams with more frequent words.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.text.data import TextData
 from lockstep_recipes.tasks.text.embedding_bag import EmbeddingBagConfig, EmbeddingBagForSequenceClassification
 
-_SMOOTHING = 0.3  # of counts, in texts
-_FEW = 300.0  # texts of a class of which counts are trusted by half; measured in benchmarks/RESULTS.md, as is the next
-_CONFIDENCE = 3.0  # with full trust, a logit is so many times the mean log-odds of a text's tokens
-_BLOCK = 2**12  # texts that are counted at a time
-_LETTERS = range(3, 6)  # of an n-gram, with the marks of its token's ends
-_NGRAM_IMPORTANCE = 0.5  # of an n-gram, compared with an equally frequent token
+_SMOOTHING = 0.3  # added to counts, in texts
+# With this many texts, the counts of a class get half weight; measured, like the next, in benchmarks/RESULTS.md.
+_FEW = 300.0
+_CONFIDENCE = 3.0  # at full weight, a logit is this multiple of the mean log-odds of a text's tokens
+_BLOCK = 2**12  # texts to count at a time
+_LETTERS = range(3, 6)  # characters of an n-gram, with the marks of token boundaries
+_NGRAM_IMPORTANCE = 0.5  # of an n-gram, relative to an equally frequent token
 
 
 def ngrams_of(token: str) -> list[str]:
-    """The different n-grams of 3 to 5 letters of a WordPiece token, without the whole of it, from short to long.
-
-    `<` marks the begin of a word, which a token inside a word lacks, and `>` the end of the token.
-    """
+    """The distinct n-grams of 3 to 5 characters of a WordPiece token, except the token itself, from short to long. `<`
+    marks the start of a word, so tokens inside words do not have it, and `>` the end of the token."""
     letters = (token.removeprefix("##") if token.startswith("##") else "<" + token) + ">"
     sizes = [size for size in _LETTERS if size < len(letters)]
     found = [letters[at : at + size] for size in sizes for at in range(len(letters) - size + 1)]
@@ -40,11 +39,11 @@ def ngrams_of(token: str) -> list[str]:
 def ngram_rows(config: EmbeddingBagConfig, tokens: Sequence[str], special: Sequence[int]) -> Array:
     """The rows of the embeddings of each token's n-grams: those of the buckets, which follow those of the tokens.
 
-    The bucket of an n-gram is the CRC-32 of its UTF-8 bytes, modulo the number of buckets. A token that has fewer
-    n-grams than `ngrams_per_token` has the row of the padding token in place of the others; of more, the first count.
+    The bucket of an n-gram is the CRC-32 of its UTF-8 bytes, modulo the number of buckets. A token with fewer n-grams
+    than `ngrams_per_token` is filled up with the row of the padding token; of a token with more, the first are used.
 
     Args:
-        special: numbers of the tokens that stand for no text. They have no n-grams.
+        special: numbers of the special tokens. They do not have n-grams.
 
     Returns:
         Rows: (`vocab_size`, `ngrams_per_token`).
@@ -59,15 +58,15 @@ def ngram_rows(config: EmbeddingBagConfig, tokens: Sequence[str], special: Seque
 def begin_with_counts(model: nn.Module, data: TextData, tokens: Sequence[str], special: Sequence[int]) -> None:
     """Add the weights of naive Bayes to those of a new bag of embeddings. On the meta device, do nothing.
 
-    The importance of a token is its inverse document frequency, and that of an n-gram is half of its. The embeddings
-    are the log-odds of the classes, turned at random into the space of the embeddings, and the classifier turns them
-    back. The fewer texts a class has, the less is added: counts of a few texts mislead, and a training that begins with
-    them ends worse.
+    The importance of a token is its inverse document frequency, and that of an n-gram half of it. The embeddings are
+    the log-odds of the classes, randomly rotated into the embedding space, and the classifier rotates them back. The
+    fewer texts a class has, the less is added: counts from a few texts are misleading, and training that starts from
+    them gives worse results.
 
     Args:
         data: the training texts.
-        tokens: the vocabulary, in the order of the numbers.
-        special: numbers of the tokens that stand for no text. They get the importance 0.
+        tokens: the vocabulary, in order.
+        special: numbers of the special tokens. They get the importance 0.
     """
     assert isinstance(model, EmbeddingBagForSequenceClassification)
     weight, back = model.embeddings.weight, model.classifier.weight
@@ -83,7 +82,7 @@ def begin_with_counts(model: nn.Module, data: TextData, tokens: Sequence[str], s
     importance = np.log((1 + texts) / (1 + by_token)) + 1
     importance[config.vocab_size :] *= _NGRAM_IMPORTANCE
     odds = _log_share(by_class, texts_of_class)
-    if data.labels.ndim > 1:  # each class is a question of its own
+    if data.labels.ndim > 1:  # each class is a separate question
         odds -= _log_share(by_token[:, None] - by_class, texts - texts_of_class)
     else:
         odds -= odds.mean(axis=1, keepdims=True)
@@ -99,13 +98,14 @@ def begin_with_counts(model: nn.Module, data: TextData, tokens: Sequence[str], s
 
 
 def _log_share(counts: Array, texts: Array) -> Array:
-    """The logarithm of the smoothed share of texts that have a token."""
+    """The logarithm of the smoothed fraction of texts that contain a token."""
     shares: Array = np.log((counts + _SMOOTHING) / (texts + 2 * _SMOOTHING))
     return shares
 
 
 def _counts(data: TextData, tokens: int, classes: int, ngrams: Array | None) -> tuple[Array, Array, Array]:
-    """The texts that have a token, by token and class; the texts of each class; the texts that have a token.
+    """The number of texts that contain a token, by token and class; of texts in each class; of texts that contain a
+    token.
 
     Buckets of n-grams are counted as tokens.
     """

@@ -1,4 +1,4 @@
-"""The columns of a table that hold the texts and the labels."""
+"""The columns of a table that contain the texts and the labels."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Columns:
 
 
 def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
-    """A table, and its columns as `choose` finds them.
+    """A table, and the columns that `choose` finds.
 
-    If no column is named by the user, and neither of two columns has a usual name, their values decide: few labels that
-    repeat, and texts that differ. If the name of the column with the labels is one of its labels, it is a first row and
-    no header. `Table.notes` then says what was taken.
+    If the user names no column, and neither of two columns has a usual name, their values decide: labels are few and
+    repeat, texts differ. If the name of the label column is one of its labels, it is a first row rather than a header.
+    `Table.notes` then reports the choice.
 
     Raises:
         DataError: see `choose`.
@@ -43,9 +43,12 @@ def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> 
         label = None if given.text or given.pair is not None or given.label is not None else _label_by_values(table)
         if label is None:
             raise
-    note = f"column {label!r} is taken for the label, because its values repeat; task.columns.label sets it"
+    note = f"column {label!r} is used as the label, because its values repeat; task.columns.label overrides this"
     if source.header and source.name.endswith((".csv", ".tsv")) and label in table.columns[label]:
-        note = f"the first row is taken for a sample, because {label!r} is one of the labels; task.header=false says so"
+        note = (
+            f"the first row is used as a sample, because {label!r} is one of the labels; task.header=false makes "
+            "this explicit"
+        )
         place = list(table.columns).index(label)
         table = replace(source, header=False).read()
         label = list(table.columns)[place]
@@ -54,8 +57,8 @@ def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> 
 
 
 def _label_by_values(table: Table) -> str | None:
-    """Of two columns, the one with the labels: at most half as many values as rows, and shorter ones than the other,
-    whose values mostly differ."""
+    """Of two columns, the one with the labels: it has at most half as many distinct values as rows, and shorter ones
+    than the other column, whose values mostly differ."""
     if len(table.columns) != 2:
         return None
     columns = {name: [str(value) for value in values] for name, values in table.columns.items()}
@@ -68,7 +71,7 @@ def choose(table: Table, given: ColumnsOptions, *, needs_label: bool = True) -> 
     """The columns of a table by role.
 
     Args:
-        given: names or places of columns. None: the column with a usual name, in any case.
+        given: names or indices of columns. None: the column with a usual name, ignoring case.
         needs_label: whether a column with labels is needed.
 
     Raises:

@@ -19,12 +19,12 @@ from lockstep_recipes.tasks.readers.table import Source, Table, place
 from lockstep_recipes.tasks.text.columns import Columns, read
 from lockstep_recipes.tasks.text.options import ColumnsOptions, TextOptions
 
-_FORMAT = 2  # of the cached files; files of another format are not used
-_BLOCK = 4096  # texts that are tokenised at a time
+_FORMAT = 2  # of the cached files; files of a different format are not used
+_BLOCK = 4096  # texts to tokenise at a time
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
+    """The interface of a Hugging Face tokenizer that is used here."""
 
     def __call__(self, texts: list[str], pairs: list[str] | None = None, **options: Any) -> Any: ...
 
@@ -57,7 +57,7 @@ class OfFolder:
 
 
 class Texts(OfFolder):
-    """Texts and labels of a source. They are a folder of the cache."""
+    """Texts and labels of a source, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -70,10 +70,10 @@ class Texts(OfFolder):
         """Number of empty texts that were left out."""
         self.source: str = about["source"]
         self.notes: list[str] = about["told"]
-        """Remarks for people about the way in which the texts were read."""
+        """Remarks about how the texts were read."""
         self.codes: Array = mapped(folder / "codes.npy")
-        """The label of each text as its place in `names`, or -1: (texts,). Several labels per text: 0 and 1, (texts,
-        names)."""
+        """The label of each text as its index in `names`, or -1: (texts,). With several labels per text: 0 and 1,
+        (texts, names)."""
         self._places: Array = mapped(folder / "places.npy")
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Texts(OfFolder):
         return bytes(letters[ends[row - 1] if row else 0 : ends[row]]).decode()
 
     def encoded(self, row: int) -> bytes:
-        """All texts of a row as bytes, with their lengths, so that different pairs differ."""
+        """All texts of a row as bytes, with their lengths, so that the bytes of different pairs differ."""
         parts = [bytes(letters[ends[row - 1] if row else 0 : ends[row]]) for letters, ends in self._parts]
         return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
@@ -105,7 +105,7 @@ class Texts(OfFolder):
 
 
 def read_texts(source: Source, options: TextOptions) -> Texts:
-    """Read `source` once per machine. Later calls find it in the cache, by the digest of the source's content.
+    """Read `source` once per machine. Later calls find it in the cache by the digest of the source's content.
 
     Args:
         options: its `columns`, `multi_label`, `label_separator` and `empty`.
@@ -130,13 +130,15 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     parts = [_joined(rows, columns.text)] + ([_joined(rows, (columns.pair,))] if columns.pair is not None else [])
     blank = [row for row in range(len(rows)) if not any(part[row].strip() for part in parts)]
     if blank and options.empty == "raise":
-        what = f"{len(blank)} empty texts in column {' + '.join(columns.text)}, the first here"
+        what = f"{len(blank)} empty texts in column {' + '.join(columns.text)}; this is the first"
         remedy = "fill or remove these rows, or set task.empty=drop to leave them out"
         raise DataError(what, where=rows.where(blank[0]), remedy=remedy)
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
     if not kept:
-        raise DataError("no texts", where=rows.name, remedy=f"column {' + '.join(columns.text)} holds no text")
+        raise DataError(
+            "no texts", where=rows.name, remedy=f"column {' + '.join(columns.text)} does not contain any text"
+        )
     values, classes = [rows.columns[columns.label][row] for row in kept], rows.classes.get(columns.label)
 
     def where(number: int) -> str:
@@ -166,7 +168,7 @@ def _joined(rows: Table, names: Sequence[str]) -> list[str]:
     for name, column in zip(names, columns, strict=True):
         bad = next((number for number, value in enumerate(column) if not isinstance(value, str | None)), None)
         if bad is not None:
-            what = f"column {name!r} holds {column[bad]!r} ({type(column[bad]).__name__}), not text"
+            what = f"column {name!r} contains {column[bad]!r} ({type(column[bad]).__name__}), not text"
             remedy = f"set task.columns.text to one of: {', '.join(rows.columns)}"
             raise DataError(what, where=rows.where(bad), remedy=remedy)
     return [" ".join(value for value in values if value) for values in zip(*columns, strict=True)]
@@ -176,7 +178,7 @@ def _encoded(text: str, rows: Table, row: int) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        what = f"{text[error.start]!a} at letter {error.start} is half of a character"
+        what = f"{text[error.start]!a} at character {error.start} is half of a surrogate pair"
         remedy = "write the text as UTF-8, or its escapes in pairs"
         raise DataError(what, where=rows.where(row), remedy=remedy) from None
 
@@ -185,10 +187,10 @@ def _encoded(text: str, rows: Table, row: int) -> bytes:
 
 
 def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int) -> Tokens:
-    """Token ids of all texts, truncated to `max_length` tokens. They are made once per machine, with all its cores.
+    """Token ids of all texts, truncated to `max_length` tokens. They are computed once per machine, with all its cores.
 
     Args:
-        digest: of the tokenizer. Tokens of another tokenizer are not used.
+        digest: the digest of the tokenizer. Tokens of a different tokenizer are not used.
     """
 
     def make(folder: Path) -> None:
@@ -219,13 +221,13 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
 
 
 class Tokens(OfFolder):
-    """Token ids of `Texts`, in the same order. They are a folder of the cache."""
+    """Token ids of `Texts`, in the same order, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         about = json.loads((folder / "about.json").read_text())
         self.truncated: int = about["truncated"]
-        """Number of texts that were cut."""
+        """Number of truncated texts."""
         self.dropped: int = about["dropped"]
         """Number of tokens that were cut off."""
         self.ids, self.ends = mapped(folder / "ids.npy"), mapped(folder / "ends.npy")
@@ -250,7 +252,7 @@ class TextData(Dataset[TextSample]):
 
     @cached_property
     def lengths(self) -> Array:
-        """Number of tokens of each sample. The plan cuts batches by these lengths."""
+        """Number of tokens of each sample. The plan forms batches by these lengths."""
         return self.tokens.lengths if self.rows is None else self.tokens.lengths[self.rows]
 
     @property
@@ -285,7 +287,7 @@ class InputText(NamedTuple):
 
 
 def read_input_texts(source: Source, given: ColumnsOptions) -> list[InputText]:
-    """The texts of a source, which needs no labels."""
+    """The texts of a source. Labels are not needed."""
     rows, columns = read(source, given, needs_label=False)
     seconds = _joined(rows, (columns.pair,)) if columns.pair is not None else [None] * len(rows)
     texts = zip(_joined(rows, columns.text), seconds, strict=True)
@@ -295,7 +297,7 @@ def read_input_texts(source: Source, given: ColumnsOptions) -> list[InputText]:
 class InputTexts(Dataset[TextSample]):
     """Texts without labels, tokenised in memory.
 
-    A text in which the tokenizer finds nothing has no token at all, not even a special token.
+    A text without any known token has no tokens at all, not even special tokens.
     """
 
     def __init__(self, rows: Sequence[InputText], tokenizer: Tokenizer, max_length: int) -> None:

@@ -1,9 +1,9 @@
-"""A bag of embeddings as a Hugging Face model. Without pretrained weights, it learns most from few texts.
+"""A bag of embeddings as a Hugging Face model. Of all models without pretrained weights, it learns most from few texts.
 
-The class scores of a text are a linear function of a weighted mean of the embeddings of its tokens and of the letter
+The class scores of a text are a linear function of a weighted mean of the embeddings of its tokens and of the character
 n-grams inside them: fastText (Joulin et al. 2017, arXiv:1607.01759; Bojanowski et al. 2017, arXiv:1607.04606), with
-weights that do not train. This file is copied into exported models, so that `trust_remote_code=True` loads them without
-Lockstep. Therefore it imports nothing of the package.
+fixed weights. This file is copied into exported models, so that `trust_remote_code=True` loads them without Lockstep.
+Therefore it does not import anything from the package.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class EmbeddingBagConfig(PreTrainedConfig):
     vocab_size: int = 8000
     """Number of tokens of the tokenizer."""
     hidden_size: int = 100
-    """Numbers of an embedding."""
+    """Size of an embedding."""
     ngram_buckets: int = 0
-    """Number of embeddings that the n-grams of the tokens share. 0: no n-grams, as in models from before there were."""
+    """Number of embeddings that the n-grams of the tokens share. 0: no n-grams, as in older models."""
     ngrams_per_token: int = 40
-    """The largest number of n-grams of a token. All there are of a token of 14 letters."""
+    """Maximum number of n-grams of a token. Enough for all n-grams of a token of 14 characters."""
     initializer_range: float = 0.01
     """Standard deviation of new embeddings."""
 
@@ -35,7 +35,7 @@ class EmbeddingBagConfig(PreTrainedConfig):
 class EmbeddingBagForSequenceClassification(PreTrainedModel):
     """Token ids (texts, tokens) to logits (texts, classes).
 
-    The order of words does not count, and neither does the text of a pair to which a word belongs.
+    The order of words is ignored, as is which text of a pair a word belongs to.
     """
 
     config_class = EmbeddingBagConfig
@@ -50,7 +50,7 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         self.importance: Tensor
         self.register_buffer("importance", torch.ones(rows))
         self.ngrams: Tensor | None
-        # By token, the rows of the embeddings of its n-grams; then that of the padding token, whose importance is 0.
+        # By token: the embedding rows of its n-grams, then that of the padding token, whose importance is 0.
         shape = config.vocab_size, config.ngrams_per_token
         self.register_buffer("ngrams", torch.zeros(shape, dtype=torch.int32) if config.ngram_buckets else None)
         self.post_init()
@@ -61,7 +61,7 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
             nn.init.zeros_(module.bias)
-        elif module is self:  # a model that was saved before there were weights of tokens has a plain mean
+        elif module is self:  # models saved before tokens had weights use a plain mean
             nn.init.ones_(self.importance)
             if self.ngrams is not None:
                 nn.init.zeros_(self.ngrams)
@@ -79,7 +79,7 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(logits=self.classifier(mean))
 
 
-# These names go into config.json, where transformers looks for classes that it lacks. `register` lets it copy this
+# These names go into config.json, where transformers looks up classes that it lacks. `register` makes it copy this
 # file.
 AUTO_MAP = {
     "AutoConfig": "embedding_bag.EmbeddingBagConfig",
@@ -88,7 +88,7 @@ AUTO_MAP = {
 
 
 def register() -> None:
-    """Make the model known to the Auto classes of transformers."""
+    """Register the model with the Auto classes of transformers."""
     AutoConfig.register(EmbeddingBagConfig.model_type, EmbeddingBagConfig, exist_ok=True)
     auto = AutoModelForSequenceClassification
     auto.register(EmbeddingBagConfig, EmbeddingBagForSequenceClassification, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Hugging Face models and tokenizers: from the hub, from a local folder, or new by architecture and sizes."""
+"""Hugging Face models and tokenizers: from the hub, from a local folder, or new from architecture and sizes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from lockstep_recipes.tasks.text import word_piece
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG, TextOptions
 
-# The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
+# The special tokens of a tokenizer that is trained here, by role. The names are those of BERT.
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _FORMAT = 2  # of cached tokenizers
 _WHAT = "sequence classification"
 _SEES_ALL = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
-"""Types of models in which each token sees all tokens that are no padding. A test compares each."""
+"""Types of models in which each token sees all tokens except padding. A test checks each of them."""
 
 
 def load_tokenizer(name: str | Path, where: str = "task.model") -> Any:
     """A fast tokenizer, with a padding token.
 
     Args:
-        where: the key that gives the name.
+        where: the config key with the name.
 
     Raises:
-        UsageError: it cannot be loaded. The error says what was looked for, and where.
+        UsageError: it cannot be loaded. The error names what was looked for, and where.
     """
     transformers = _transformers()
     tokenizer = hugging_face.load(transformers.AutoTokenizer.from_pretrained, "tokenizer", name, where)
@@ -49,10 +49,10 @@ def load_tokenizer(name: str | Path, where: str = "task.model") -> Any:
 
 
 def mask_for(model: nn.Module, mask: Tensor, has_padding: bool) -> Tensor | None:
-    """The mask to give to a model, from a mask of 0 and 1 by text and token.
+    """The mask to pass to a model, from a mask of 0 and 1 by text and token.
 
-    From such a mask, transformers asks in every forward pass whether there is padding, and waits for the device. Here
-    it is known already, and the mask has the form that transformers would make of it: None without padding.
+    Given such a mask, transformers checks for padding in every forward pass, which waits for the device. Here this is
+    already known, and the mask has the form that transformers would convert it to: None without padding.
     """
     config = getattr(model, "config", None)
     kind, attention = getattr(config, "model_type", ""), getattr(config, "_attn_implementation", "")
@@ -62,11 +62,12 @@ def mask_for(model: nn.Module, mask: Tensor, has_padding: bool) -> Tensor | None
 
 
 def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lowercase: bool) -> Any:
-    """A WordPiece tokenizer of about `vocab_size` tokens at most, trained once per machine, alike on all machines.
+    """A WordPiece tokenizer with at most about `vocab_size` tokens, trained once per machine, with the same result on
+    all machines.
 
     Args:
-        digest: of the texts.
-        lowercase: turn letters into lower case and drop accents.
+        digest: the digest of the texts.
+        lowercase: convert text to lower case and strip accents.
     """
     transformers = _transformers()
 
@@ -98,9 +99,11 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """A digest that is equal for tokenizers that make the same tokens."""
+    """A digest that is equal for tokenizers that produce the same tokens."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # of the last call
+    state = {
+        name: value for name, value in state.items() if name not in ("truncation", "padding")
+    }  # they are from the last call
     return digest_of(json.dumps(state, sort_keys=True), tokenizer.truncation_side, version_of("tokenizers"))
 
 
@@ -108,7 +111,7 @@ def load_config(name: str | Path) -> Any:
     """A model's config.
 
     Raises:
-        UsageError: it cannot be loaded. The error says what was looked for, and where.
+        UsageError: it cannot be loaded. The error names what was looked for, and where.
     """
     return hugging_face.load(_transformers().AutoConfig.from_pretrained, "config", name)
 
@@ -116,7 +119,8 @@ def load_config(name: str | Path) -> Any:
 def new_config(options: TextOptions, tokenizer: Any, *, classes: int) -> Any:
     """The config of a new model for texts of `max_length` tokens, as `options.scratch` describes it.
 
-    An embedding of a bag has as many numbers as there are classes, but 16 to 100: more change no class score.
+    The size of a bag's embeddings is the number of classes, limited to 16 to 100: a larger size does not change class
+    scores.
 
     Raises:
         UsageError: the architecture or a key is unknown. The error lists all that are known.
@@ -128,7 +132,9 @@ def new_config(options: TextOptions, tokenizer: Any, *, classes: int) -> Any:
     def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"vocab_size": len(tokenizer)}
         if "max_position_embeddings" in names or "max_position_embeddings" in kind.attribute_map:
-            values["max_position_embeddings"] = options.max_length + 2  # RoBERTa counts from its padding token's number
+            values["max_position_embeddings"] = (
+                options.max_length + 2
+            )  # RoBERTa counts from the number of its padding token
         roles = {"pad": "pad", "bos": "cls", "eos": "sep", "cls": "cls", "sep": "sep", "decoder_start": "pad"}
         always = ("pad", "bos", "eos", "decoder_start")
         named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
@@ -141,7 +147,7 @@ def new_config(options: TextOptions, tokenizer: Any, *, classes: int) -> Any:
         return values
 
     is_bag = options.scratch.architecture == EMBEDDING_BAG
-    hint = "; for another model, set task.scratch.architecture, such as bert" if is_bag else ""
+    hint = "; for a different model, set task.scratch.architecture, such as bert" if is_bag else ""
     known = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
     return hugging_face.new_config(options.scratch, known, what=_WHAT, defaults=defaults, hint=hint)
 
@@ -154,15 +160,15 @@ def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_tok
 
 
 def check_labels(config: Any, labels: Sequence[str], *, name: str, new_head: bool) -> list[str]:
-    """The labels in the order that the model has, as `tasks.hugging_face.check_labels` gives them."""
+    """The labels in the order of the model. See `tasks.hugging_face.check_labels`."""
     return hugging_face.check_labels(config, labels, head="ForSequenceClassification", name=name, new_head=new_head)
 
 
 def make_model(options: TextOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
-    """A classifier of texts and the names of its new weights, as `tasks.hugging_face.make_model` gives them.
+    """A classifier of texts and the names of its new weights. See `tasks.hugging_face.make_model`.
 
     Args:
-        trained: a checkpoint provides what trains.
+        trained: a checkpoint provides the trainable weights.
     """
     auto, lora = _transformers().AutoModelForSequenceClassification, options.lora
     name = options.model if lora or not trained else None
@@ -176,7 +182,7 @@ def make_model(options: TextOptions, config: Any, *, trained: bool) -> tuple[nn.
 def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:
     """Write a config and a tokenizer into `folder`.
 
-    The tokenizer's longest text is the model's limit, else `max_length`.
+    The tokenizer's maximum length is the model's limit, or `max_length` if there is none.
     """
     config.save_pretrained(folder)
     tokenizer = copy.deepcopy(tokenizer)
@@ -185,7 +191,7 @@ def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:
 
 
 def longest(config: Any, tokenizer: Any) -> int | None:
-    """The largest number of tokens that a model takes. None: it has no limit."""
+    """The maximum number of tokens that a model takes. None: no limit."""
     limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
     return min((limit for limit in limits if limit and 0 < limit < 10**6), default=None)
 

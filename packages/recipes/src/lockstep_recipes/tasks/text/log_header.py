@@ -26,14 +26,14 @@ def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str]
         texts: the number of training texts.
     """
     if name is not None:
-        return [f"not in {name}, so new: {listed(new)}"] if new else []
+        return [f"not in {name}, so initialised: {listed(new)}"] if new else []
     size = f" of {parameters:,} parameters" if parameters else ""
-    what = f"no task.model: a new {kind}{size} learns from these {texts:,} texts alone"
+    what = f"no task.model: a new {kind}{size} learns from only these {texts:,} texts"
     lines = [f"{what}; task.model=NAME fine-tunes a pretrained model, which learns more"]
     if kind != EMBEDDING_BAG and texts < _FEW:
         few = f"fewer than {_FEW:,} texts are few for a new transformer"
         lines.append(
-            f"  {few}: expect less than from words counted (TF-IDF) or from task.scratch.architecture={EMBEDDING_BAG}"
+            f"  {few}: counting words (TF-IDF) or task.scratch.architecture={EMBEDDING_BAG} will probably be better"
         )
     return lines
 
@@ -41,11 +41,11 @@ def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str]
 def of_data(
     name: str, data: TextData, *, labels: Sequence[str], max_length: int, notes: Sequence[str] = ()
 ) -> list[str]:
-    """Lines about the texts that were read, by class, the texts that were cut, and the texts that were left out.
+    """Lines about the texts that were read, by class, and the texts that were truncated or left out.
 
     Args:
         name: `training` or `evaluation`.
-        notes: remarks about the way in which the texts were read.
+        notes: remarks about how the texts were read.
     """
     texts, tokens, counts = data.texts, data.tokens, _counts(data, labels)
     named = {role: texts.columns[role] for role in _ROLES if texts.columns[role]}
@@ -60,18 +60,21 @@ def of_data(
     if tokens.truncated:
         share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
         cut = f"{tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens"
-        lines.append(f"  cut to {max_length} tokens: {cut}")
+        lines.append(f"  truncated to {max_length} tokens: {cut}")
     if texts.dropped:
         lines.append(f"  left out: {texts.dropped:,} empty texts")
     return lines + [f"  {note}" for note in notes]
 
 
 def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
-    """A line about the labels that no text of the evaluation has."""
+    """A line about labels that do not occur in the evaluation texts."""
     absent = [label for label, count in _counts(data, labels).items() if not count]
     if not absent:
         return []
-    return [f"  not evaluated, since no text there has them: {len(absent)} of {len(labels)} labels ({listed(absent)})"]
+    return [
+        f"  not evaluated, because no evaluation text has them: {len(absent)} of {len(labels)} labels "
+        f"({listed(absent)})"
+    ]
 
 
 def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:
@@ -79,7 +82,7 @@ def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:
 
 
 def of_doubles(training: TextData, evaluation: TextData | None, labels: Sequence[str]) -> list[str]:
-    """Lines about texts that are there twice, and about labels that differ only in case or spaces."""
+    """Lines about duplicate texts, and about labels that differ only in case or spaces."""
 
     def rows(data: TextData) -> doubles.TextRows:
         places = range(len(data)) if data.rows is None else data.rows

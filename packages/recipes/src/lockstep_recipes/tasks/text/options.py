@@ -1,4 +1,4 @@
-"""Options of text classification."""
+"""Options for text classification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EMBEDDING_BAG = "embedding_bag"
 
 
 class ColumnsOptions(Section):
-    """Columns of the data, by name or by place counted from 0. None: the column with a usual name."""
+    """Columns of the data, by name or by index from 0. None: the column with a usual name."""
 
     text: str | int | list[str | int] | None = None
     """The texts. Several columns are joined with a space."""
@@ -32,9 +32,9 @@ class ScratchOptions(Section):
     sizes: dict[str, Any] = Field(default_factory=dict)
     """Keys of the architecture's config, such as `hidden_size`."""
     vocab_size: Annotated[int, Field(ge=100)] = 20000
-    """The largest number of tokens that the tokenizer may have."""
+    """Maximum vocabulary size of the tokenizer."""
     lowercase: bool = True
-    """Let the tokenizer turn letters into lower case and drop accents."""
+    """Make the tokenizer convert text to lower case and strip accents."""
 
 
 class TextOptions(TableOptions):
@@ -49,10 +49,10 @@ class TextOptions(TableOptions):
     """Train low-rank adapters and the head, and freeze the weights of `model`. None: all weights train."""
     scratch: ScratchOptions = ScratchOptions()
     max_length: Annotated[int, Field(ge=4)] = 128
-    """Longest text in tokens. Longer texts are cut, counted and reported."""
+    """Maximum length of a text in tokens. Longer texts are truncated, counted and reported."""
     columns: ColumnsOptions = ColumnsOptions()
     multi_label: bool = False
-    """Let a text have any number of labels: lists, or text with `label_separator` between the labels."""
+    """Allow any number of labels per text: lists, or text with `label_separator` between the labels."""
     label_separator: Annotated[str, Field(min_length=1)] = ","
     """Text between the labels of a sample that has several."""
     class_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
@@ -60,18 +60,20 @@ class TextOptions(TableOptions):
     new_head: bool = False
     """Replace the last layer of a model that already classifies."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Without `data.eval`: the share of every class that is held back for evaluation."""
+    """Without `data.eval`: the fraction of every class that is held back for evaluation."""
     split_seed: Annotated[int, Field(ge=0)] = 0
-    """Seed that draws the texts that are held back."""
+    """Seed for choosing the texts that are held back."""
     empty: Literal["raise", "drop"] = "raise"
-    """The treatment of texts without letters: `raise` an error, or `drop` them."""
+    """What to do with blank texts: `raise` an error, or `drop` them."""
     subset: str | None = None
     """Configuration of a data set on the hub."""
 
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> Self:
         if self.lora is not None and self.model is None:
-            raise ValueError("lora needs a pretrained model: set model; of a run: lockstep export RUN FOLDER")
+            raise ValueError(
+                "lora needs a pretrained model: set model; to use a run, export it first: lockstep export RUN FOLDER"
+            )
         return self
 
     def suggestions(self) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Texts that show data, predictions and results of text classification to people."""
+"""Texts that present data, predictions and results of text classification."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from lockstep_recipes.tasks.text.task import Text
 
 _LINE = 100  # characters of a text in the log
-_NO_TOKENS = "the text is empty, or has no letter that the tokenizer knows"
+_NO_TOKENS = "the text is empty, or the tokenizer does not know any of its characters"
 
 
 class TextPresenter(Presenter):
-    """Shows label names with probabilities, and results by class. INPUT arguments are texts, or files with texts."""
+    """Presents label names with probabilities, and results by class. INPUT arguments are texts, or files with texts."""
 
     task: Text
 
     def inputs(self, arguments: Sequence[str]) -> InputTexts:
-        """The texts of each argument: the rows of a file, the lines of standard input (`-`), or else the argument
-        itself."""
+        """The texts of each argument: the rows of a file, the lines of standard input (`-`), or the argument itself."""
         texts: list[InputText] = []
         for number, argument in enumerate(arguments, start=1):
             if argument == "-":
@@ -69,7 +68,7 @@ class TextPresenter(Presenter):
         return {"text": sample.text} | ({} if sample.pair is None else {"text_pair": sample.pair})
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        """Precision, recall and F1 by class, the confusion matrix (of many classes: the most frequent confusions),
+        """Precision, recall and F1 by class, the confusion matrix (with many classes, the most frequent confusions),
         samples."""
         counts, labels = values["confusion"], self.task.labels
         matrix = [] if self.task.options.multi_label else [confusion.confusions(counts, labels)]
@@ -87,7 +86,7 @@ class TextPresenter(Presenter):
         return list(self.task.labels)
 
     def log_header(self) -> list[str]:
-        """The data that was read, by class, the texts that were cut, and the weights that are new."""
+        """The data that was read, by class, truncated texts, and new weights."""
         task, length = self.task, self.task.options.max_length
         training = task.train_data()
         lines = log_header.of_model(
@@ -109,7 +108,7 @@ class TextPresenter(Presenter):
             lines += log_header.of_absent_labels(evaluation, task.labels)
         return [*lines, *log_header.of_doubles(training, evaluation, task.labels)]
 
-    has_program = False  # transformers makes the model
+    has_program = False  # transformers builds the model
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the files that `transformers.pipeline` needs: the config with the label names, and the tokenizer."""

@@ -38,7 +38,7 @@ class Text(Task):
 
     Args:
         train, eval: a file, a folder that `datasets` saved, or a name on the hub. A folder and a name may end with
-            `:SPLIT`. Without `eval`, a share of the training texts is held back for evaluation.
+            `:SPLIT`. Without `eval`, a fraction of the training texts is held back for evaluation.
     """
 
     presenter = TextPresenter
@@ -49,7 +49,7 @@ class Text(Task):
         self.source = Source.parse(train, split="train", **self.reading)
         self.eval_source = Source.parse(eval, split="test", **self.reading) if eval else None
         self.folder: Path | None = None
-        """The folder with tokenizer and config that is kept with the run. None without a run."""
+        """The folder with tokenizer and config that is kept with the run. None outside a run."""
         self.new_weights: list[str] = []
         """Names of the weights that the pretrained model lacks. Known after `model`."""
         self.parameters = 0
@@ -58,14 +58,14 @@ class Text(Task):
         self._tokens: dict[Path, Tokens] = {}
 
     def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the tokenizer and the model's config, which holds the label names, in `folder`, as Hugging Face writes
-        them."""
+        """Save the tokenizer and the model's config, which contains the label names, in `folder`, in the format of
+        Hugging Face."""
         self._trained = trained
         if not (folder / "config.json").exists():
             config, tokenizer, length = self.config, self.tokenizer, self.options.max_length
             keep(folder, "config.json", lambda staging: hugging_face.save(config, tokenizer, length, staging))
         self.folder = folder
-        for name in ("config", "tokenizer"):  # they come from the files, so that all ranks have the same
+        for name in ("config", "tokenizer"):  # read from the files, so that they are the same on all ranks
             self.__dict__.pop(name, None)
 
     # ---- data
@@ -80,8 +80,7 @@ class Text(Task):
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
-        """The rows of the training texts that are for training, and those that are held back. (None, None): no
-        split."""
+        """The rows of the training texts to train with, and those held back. (None, None): no split."""
         if self.eval_source or not self.options.eval_fraction:
             return None, None
         return split(self._train_texts.codes, self.options.eval_fraction, self.options.split_seed)
@@ -105,13 +104,13 @@ class Text(Task):
 
     @property
     def why_nothing_is_held_back(self) -> str | None:
-        """The reason if texts should be held back for evaluation and none is. Otherwise None."""
+        """The reason why texts should be held back for evaluation but none are. None if all is well."""
         if self._split[1] is None or len(self._split[1]):
             return None
         sizes = np.unique(self._train_texts.codes, axis=0, return_counts=True)[1]
-        once = f", and {int((sizes == 1).sum())} of {len(sizes)} labels occur once" if (sizes == 1).any() else ""
+        once = f", and {int((sizes == 1).sum())} of {len(sizes)} labels occur only once" if (sizes == 1).any() else ""
         share = f"task.eval_fraction is {self.options.eval_fraction} of {len(self._train_texts)} texts"
-        return f"no text is held back for evaluation: {share}{once}"
+        return f"no texts are held back for evaluation: {share}{once}"
 
     def _data(self, texts: Texts, rows: Any = None) -> TextData:
         if texts.folder not in self._tokens:
@@ -195,11 +194,13 @@ class Text(Task):
         ids, types, labels = map(list, zip(*samples, strict=True))
         masks = [torch.ones_like(tokens) if len(tokens) else tokens.new_zeros(1) for tokens in ids]
         padding = self.tokenizer.pad_token_id
-        ids = [tokens if len(tokens) else tokens.new_full((1,), padding) for tokens in ids]  # a text may have no token
+        ids = [
+            tokens if len(tokens) else tokens.new_full((1,), padding) for tokens in ids
+        ]  # a text may not have any tokens
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
         batch: Batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
         batch["attention_mask"] = pad_sequence(masks, **pad)
-        batch["has_padding"] = not bool(batch["attention_mask"].all())  # known here, and not read from the device
+        batch["has_padding"] = not bool(batch["attention_mask"].all())  # known here, without reading from the device
         if types[0] is not None:
             types = [segments if len(segments) else segments.new_zeros(1) for segments in types]
             batch["token_type_ids"] = pad_sequence(types, padding_value=float(self.tokenizer.pad_token_type_id), **pad)
@@ -258,13 +259,13 @@ class Text(Task):
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Probabilities by class: (samples, classes).
 
-        NaN for a text without tokens, of which the model sees nothing.
+        NaN for a text without tokens, because the model sees nothing of it.
         """
         probabilities = self._probabilities(self._logits(model, batch))
         return probabilities.masked_fill(~batch["attention_mask"].any(dim=1, keepdim=True), math.nan)
 
     def metrics(self) -> Metrics:
-        """`accuracy` (with several labels per text, all of them must be right), `macro_f1`, and the matrix
+        """`accuracy` (with several labels per text, all of them must be correct), `macro_f1`, and the matrix
         `confusion`."""
         from torchmetrics import classification
 
@@ -273,7 +274,7 @@ class Text(Task):
         count = len(self.labels)
         if not self.options.multi_label:
             return Metrics(class_metrics(count), self._update)
-        # The labels were checked where they were read. torchmetrics' checks would wait for the device in every batch.
+        # The labels were checked when they were read. torchmetrics' checks would wait for the device in every batch.
         quick: dict[str, Any] = {"validate_args": False}
         metrics = {
             "accuracy": classification.MultilabelExactMatch(count, **quick),

@@ -1,10 +1,10 @@
 """The vocabulary of a new WordPiece tokenizer, the same in every process.
 
-`tokenizers.trainers.WordPieceTrainer` numbers the letters inside words (`##a`) in the order of a hash table, which each
-process seeds differently, and joins equally frequent pairs in the order of these numbers. So each process trains
-another vocabulary. `BpeTrainer` does the same work, and its result depends only on the counts if its alphabet is given.
-Here each letter becomes a symbol of that alphabet, with another symbol inside words, and the trained tokens are turned
-back into letters.
+`tokenizers.trainers.WordPieceTrainer` numbers the characters inside words (`##a`) in the order of a hash table, which
+each process seeds differently, and merges equally frequent pairs in the order of these numbers. So each process trains
+a different vocabulary. `BpeTrainer` does the same work, and its result depends only on the counts if its alphabet is
+given. Here each character becomes a symbol of that alphabet, with a different symbol inside words, and the trained
+tokens are converted back.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-_INSIDE = "##"  # before a token that does not begin a word
-_FIRST_SYMBOL = 0x20000  # no character from here on is a space, half of a surrogate pair, or has another case
+_INSIDE = "##"  # before a token that does not start a word
+_FIRST_SYMBOL = 0x20000  # from here, no character is a space, half of a surrogate pair, or has an upper or lower case
 _MOST = 10_000  # repetitions of a word in a text
 
 
 def train(texts: Iterable[str], *, normalizer: Any, pre_tokenizer: Any, size: int, special: Sequence[str]) -> list[str]:
-    """The tokens of a vocabulary, in the order of their numbers: special tokens, letters, letters inside words, and
-    pairs in the order in which they were joined (the most frequent first; of equally frequent ones, the one whose
-    tokens have the lower numbers).
+    """The tokens of a vocabulary, in order: special tokens, characters, characters inside words, and pairs in the order
+    in which they were merged (most frequent first; among equally frequent ones, the pair whose tokens have the lower
+    numbers).
 
     Args:
-        normalizer, pre_tokenizer: those of `tokenizers`, which make words of a text.
-        size: the largest number of tokens. The letters are all there, however many they are.
+        normalizer, pre_tokenizer: those of `tokenizers`, which split a text into words.
+        size: the maximum number of tokens. All characters are included, however many there are.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 

@@ -1,4 +1,4 @@
-"""Options of the toy task."""
+"""Options for the toy task."""
 
 from __future__ import annotations
 

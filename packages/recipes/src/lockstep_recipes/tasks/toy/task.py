@@ -15,7 +15,7 @@ from lockstep_recipes.tasks.toy.options import ToyOptions
 
 
 class ToyPresenter(Presenter):
-    """Shows the five values of an output."""
+    """Presents the five values of an output."""
 
     def describe(self, output: Tensor) -> dict[str, Any]:
         return {f"y{number}": round(value, 3) for number, value in enumerate(output.tolist())}
@@ -28,7 +28,7 @@ class ToyPresenter(Presenter):
 class Toy(Task):
     """A fully connected network from 10 inputs to 5 outputs learns the tanh of a fixed random linear map, with noise.
 
-    The data is drawn once, from a seed of its own: it is the same on all ranks.
+    The data is drawn once, from its own seed, so it is the same on all ranks.
     """
 
     presenter = ToyPresenter

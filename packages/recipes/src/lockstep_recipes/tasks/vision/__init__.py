@@ -1,1 +1,1 @@
-"""Tasks on pictures: classification, semantic segmentation, object detection."""
+"""Tasks on images: classification, semantic segmentation, object detection."""

@@ -1,4 +1,4 @@
-"""BatchNorm layers of a model, exchanged for layers that depend less on how a batch is cut."""
+"""Replace the BatchNorm layers of a model by layers that depend less on how a batch is split."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _Normed = nn.modules.batchnorm._BatchNorm
 
 
 def exchange_batch_norm(model: nn.Module, choice: BatchNormChoice) -> nn.Module:
-    """`model` with other layers in place of its BatchNorm layers. Parameters keep their names and values.
+    """`model` with its BatchNorm layers replaced. Parameters keep their names and values.
 
     Args:
         choice: `batch` changes nothing. `sync`: SyncBatchNorm, which a run replaces on devices where it cannot run.
             `frozen`: the layers always use their running statistics. `group`: GroupNorm with at most 32 groups.
 
     Raises:
-        UsageError: `group`, and a layer is of a kind that GroupNorm cannot replace.
+        UsageError: `choice` is `group`, but GroupNorm cannot replace one of the layers.
     """
     if choice == "sync":
         convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -58,9 +58,9 @@ def _exchange_for_groups(model: nn.Module) -> None:
             continue
         if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not name:
             what = f"{name or 'the model'} is a {type(module).__name__}, which does more than BatchNorm"
-            remedy = "use another model, or task.batch_norm=sync or frozen"
+            remedy = "use a different model, or task.batch_norm=sync or frozen"
             raise UsageError(what, where="task.batch_norm=group", remedy=remedy)
-        # All layers have groups of a whole number of channels.
+        # In all layers, groups have a whole number of channels.
         groups = math.gcd(_MOST_GROUPS, module.num_features)
         group_norm = nn.GroupNorm(groups, module.num_features, eps=module.eps, affine=module.affine)
         if module.affine:

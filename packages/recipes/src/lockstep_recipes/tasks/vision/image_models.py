@@ -1,4 +1,4 @@
-"""Models of tasks on images: the pictures that they expect, their config, and their weights."""
+"""Models of image tasks: the images that they expect, their config, and their weights."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks import hugging_face
 from lockstep_recipes.tasks.readers.hub import offline_without_network
 from lockstep_recipes.tasks.vision.image_options import ImageOptions
-from lockstep_recipes.tasks.vision.pictures.normalise import usual_mean_and_std
+from lockstep_recipes.tasks.vision.images.normalise import usual_mean_and_std
 
 
 class Pixels(NamedTuple):
-    """Properties of pictures that a model expects."""
+    """Properties of images that a model expects."""
 
     size: int
     """Height and width in pixels."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1. None: the model does not say."""
+    """Mean of each channel, from 0 to 1. None: the model does not define it."""
     std: list[float] | None = None
-    """Standard deviation of each channel. None: the model does not say."""
+    """Standard deviation of each channel. None: the model does not define it."""
 
     def mean_and_std(self, options: ImageOptions) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel: those of the options, of the model, of ImageNet, or 0.5 for grey
-        pictures."""
+        images."""
         usual = usual_mean_and_std(options.channels)
         return options.mean or self.mean or usual[0], options.std or self.std or usual[1]
 
 
 def processor_of(model: str | None) -> dict[str, Any]:
-    """The config of a pretrained model's image processor. Empty without a model, or if it has no such file."""
+    """The config of a pretrained model's image processor. Empty without a model, or if there is no such file."""
     if model is None:
         return {}
     mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
@@ -49,7 +49,7 @@ def processor_of(model: str | None) -> dict[str, Any]:
 
 
 def side_of(size: Any, *, keys: Sequence[str] = ("shortest_edge", "height"), default: int) -> int:
-    """The side in pixels that a size of transformers means: a number, a list, or a dict with one of `keys`."""
+    """The side in pixels of a size in transformers' format: a number, a list, or a dict with one of `keys`."""
     if isinstance(size, dict):
         size = next((size[key] for key in keys if size.get(key)), None)
     if isinstance(size, list | tuple):
@@ -58,10 +58,10 @@ def side_of(size: Any, *, keys: Sequence[str] = ("shortest_edge", "height"), def
 
 
 def check_channels(config: Any, channels: int) -> None:
-    """Compare the channels of a model with those of the pictures.
+    """Compare the channels of a model with those of the images.
 
     Args:
-        config: of a model of transformers.
+        config: the config of a transformers model.
 
     Raises:
         UsageError: they differ.
@@ -71,16 +71,16 @@ def check_channels(config: Any, channels: int) -> None:
         (place.num_channels for place in places if place is not None and hasattr(place, "num_channels")), channels
     )
     if wanted != channels:
-        what = f"the model takes pictures of {wanted} channels, and task.channels is {channels}"
+        what = f"the model takes images with {wanted} channels, but task.channels is {channels}"
         raise UsageError(what, where="task.channels", remedy=f"set task.channels={wanted}")
 
 
 @dataclass(frozen=True)
 class Models:
-    """Makes models of one library by name. Without more, a model says no classes, and needs no files.
+    """Makes models of one library by name. By default, a model does not define classes, and does not need files.
 
     Args:
-        options: those of the task, with `model`, `new_head`, `scratch` and `channels`.
+        options: the options of the task, with `model`, `new_head`, `scratch` and `channels`.
     """
 
     options: Any
@@ -89,41 +89,41 @@ class Models:
         """The classes in the order of the logits; `names` are those of the data.
 
         Raises:
-            UsageError: the pretrained model has another number of classes.
+            UsageError: the pretrained model has a different number of classes.
         """
         return list(names)
 
     def pixels(self) -> Pixels:
-        """Properties of pictures that the model expects."""
+        """Properties of images that the model expects."""
         raise NotImplementedError
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         """The model, and names of the weights that the pretrained model lacks.
 
         Args:
-            size: height and width in pixels of the largest training pictures.
+            size: height and width in pixels of the largest training images.
             trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
         """
         raise NotImplementedError
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
+        """Write what `make` needs from a pretrained model, other than its weights, to `folder`."""
 
     def export(self, model: nn.Module, about: Mapping[str, Any], folder: Path) -> list[str]:
-        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings.
+        """Write what the library needs to load the weights of `model` to `folder`. Returns warnings.
 
         Args:
-            about: how evaluations prepare pictures: see `ImagePresenter.preparation`.
+            about: how evaluations prepare images: see `ImagePresenter.preparation`.
         """
         return []
 
 
 @dataclass(frozen=True)
 class AutoModels(Models):
-    """The models of one class `AutoModelFor...` of transformers. Of `Models`, tasks add `pixels` and `processor`.
+    """The models of one class `AutoModelFor...` of transformers. Tasks add the methods `pixels` and `processor`.
 
     Args:
-        folder: where an earlier start of the run has kept the model's config. None: there is none.
+        folder: the folder in which an earlier start of the run saved the model's config. None: there is none.
     """
 
     folder: Path | None
@@ -131,25 +131,26 @@ class AutoModels(Models):
     kind: ClassVar[str]
     """`task.kind`."""
     what: ClassVar[str]
-    """The purpose of the models, for errors."""
+    """The purpose of the models, for error messages."""
     head: ClassVar[str]
     """`For...`, as transformers names classes of models that do it."""
     known_names: ClassVar[str] = ""
     """The dict of transformers whose keys are the types of models."""
     own: ClassVar[tuple[str, ...]] = ()
-    """The architectures of `task.scratch` that are not of transformers."""
+    """The architectures of `task.scratch` that are not from transformers."""
     not_new: ClassVar[frozenset[str]] = frozenset()
     """Types of models that cannot be made without pretrained weights."""
     usual_size: ClassVar[int]
-    """Height and width in pixels, where nothing says another size."""
+    """Default height and width in pixels."""
     size_keys: ClassVar[tuple[str, ...]] = ("size",)
-    """Where a processor says the size of pictures; the first that it says counts."""
+    """The keys of a processor for the size of images; the first one that exists is used."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Parts of the names of parameters that have no part in the logits. Without a gradient, DDP would refuse them."""
+    """Substrings of the names of parameters that the logits do not depend on. They get no gradient, which DDP would
+    refuse."""
     problem: ClassVar[str | None] = None
     """`problem_type` of the config, which is for classification."""
 
-    @property  # a module in the object could not be sent to loader workers
+    @property  # an attribute with a module could not be sent to loader workers
     def _transformers(self) -> Any:
         return hugging_face.import_transformers(self.kind, "images")
 
@@ -157,7 +158,7 @@ class AutoModels(Models):
         """The config of the model.
 
         Args:
-            size: height and width in pixels of the largest training pictures, for a new model.
+            size: height and width in pixels of the largest training images, for a new model.
         """
         source = self.folder if self.folder and (self.folder / "config.json").is_file() else self.options.model
         if source:
@@ -175,12 +176,12 @@ class AutoModels(Models):
         return [*self.own, *sorted(known - self.not_new)]
 
     def defaults(self, kind: Any, names: Sequence[str], size: int) -> dict[str, Any]:
-        """Values of keys of a new model's config.
+        """Values for keys of a new model's config.
 
         Args:
             kind: the class of the config.
             names: its keys.
-            size: height and width in pixels of the largest training pictures.
+            size: height and width in pixels of the largest training images.
         """
         values = {"image_size": size, "num_channels": self.options.channels}
         return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}

@@ -1,4 +1,4 @@
-"""Options that every task on images has: the size of pictures as a function of the epoch, and how pixels are read."""
+"""Options of all image tasks: the size of images as a function of the epoch, and how pixels are read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.configs.task_options import TaskOptions
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 
 def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
     if 0 not in sizes or min(sizes) < 0:
-        raise ValueError("gives no size for epoch 0; write {0: 128, 20: 160}, with epochs that are counted from 0")
+        raise ValueError("does not give a size for epoch 0; write {0: 128, 20: 160}, with epochs counted from 0")
     shares = [place for place in sizes if isinstance(place, float)]
     if shares and (max(sizes) >= 1 or len(shares) < len(sizes) - 1):
-        what = "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
+        what = (
+            "the keys are neither epochs nor fractions; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, with "
+            "fractions below 1"
+        )
         raise ValueError(what)
     return dict(sorted(sizes.items()))
 
@@ -31,38 +34,38 @@ BatchNormChoice = Literal["batch", "sync", "frozen", "group"]
 
 
 class ImageOptions(TaskOptions):
-    """Sizes of pictures, their channels, augmentation and normalisation.
+    """Sizes of images, their channels, augmentation and normalisation.
 
-    The size is a pure function of the epoch, so a run that goes on from any step has the sizes of a run that was never
-    stopped. Small pictures in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
+    The size is a pure function of the epoch, so a run that resumes at any step has the same sizes as an uninterrupted
+    run. Small images in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
     """
 
     image_size: ImageSize = None
-    """Height and width of training pictures in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0 on, and 160 pixels
-    from epoch 20 on. `{0: 128, 0.4: 160}`: 160 pixels when 0.4 of the epochs are done, rounded to whole epochs; the run
-    keeps the epochs. None: the size that suits the model."""
+    """Height and width of training images in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0, and 160 pixels from
+    epoch 20. `{0: 128, 0.4: 160}`: 160 pixels after 0.4 of the epochs, rounded to whole epochs; the run stores these
+    epochs. None: the size that suits the model."""
     image_size_between: Literal["step", "linear"] = "step"
-    """The change of the size between the epochs of `image_size`: at these epochs, or a little in each."""
+    """How the size changes between the epochs of `image_size`: in steps, or linearly."""
     image_size_multiple: PositiveInt = 32
     """With `linear`, sizes between are rounded to multiples of this number of pixels."""
     eval_size: PositiveInt | None = None
-    """Height and width of evaluation pictures in pixels. None: the last size of `image_size`."""
+    """Height and width of evaluation images in pixels. None: the last size of `image_size`."""
     eval_resize: PositiveInt | None = None
-    """For evaluations, the shorter side of a picture is resized to this number of pixels, and the centre is cut out.
-    None: the whole picture is resized to `eval_size`, whatever its shape."""
+    """In evaluations, the shorter side of an image is resized to this many pixels, and the centre is cropped. None: the
+    whole image is resized to `eval_size`, whatever its aspect ratio."""
 
     channels: Literal[1, 3] = 3
     """1 for grey images, 3 for RGB."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: as the pretrained model was trained; for
-    a new model ImageNet's, and 0.5 for grey images."""
+    """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: that of the pretrained model; for a new
+    model ImageNet's, or 0.5 for grey images."""
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions = AugmentOptions()
-    """Random changes of training pictures."""
+    """Random augmentation of training images."""
     batch_norm: BatchNormChoice = "batch"
-    """Statistics that BatchNorm layers use. `batch`: of the micro-batch of a rank. `sync`: of those of all ranks,
-    on CUDA. `frozen`: the running statistics of the pretrained model. `group`: GroupNorm takes their place."""
+    """Statistics that BatchNorm layers use. `batch`: those of the micro-batch of a rank. `sync`: those of all ranks, on
+    CUDA. `frozen`: the running statistics of the pretrained model. `group`: replace BatchNorm by GroupNorm."""
 
     @model_validator(mode="after")
     def _one_number_for_each_channel(self) -> Self:
@@ -74,14 +77,14 @@ class ImageOptions(TaskOptions):
 
     @model_validator(mode="after")
     def _crop_fits(self) -> Self:
-        size = self.size_for_evaluation(0)  # 0: the model says it
+        size = self.size_for_evaluation(0)  # 0: the size of the model
         if self.eval_resize and self.eval_resize < size:
-            what = f"eval_resize ({self.eval_resize}) is below the size of evaluation pictures ({size})"
+            what = f"eval_resize ({self.eval_resize}) is below the size of evaluation images ({size})"
             raise ValueError(f"{what}; use eval_resize >= {size}, or set eval_size")
         return self
 
     def for_epochs(self, epochs: int | None) -> Self:
-        """Shares of the training in `image_size` become epochs, so that the last size has an epoch at least.
+        """Convert fractions of the run in `image_size` to epochs, so that the last size has at least one epoch.
 
         Raises:
             ValueError: the number of epochs is not known.
@@ -89,9 +92,7 @@ class ImageOptions(TaskOptions):
         if not self._shares:
             return self
         if epochs is None:
-            what = (
-                f"image_size: {self._shares[-1]} is a share of the training, whose number of epochs is not known here"
-            )
+            what = f"image_size: {self._shares[-1]} is a fraction of the run, but the number of epochs is unknown here"
             raise ValueError(f"{what}; write epochs, or set train.epochs and train.min_steps=null")
         assert isinstance(self.image_size, dict)
         sizes = {min(math.floor(share * epochs + 0.5), epochs - 1): size for share, size in self.image_size.items()}
@@ -104,14 +105,14 @@ class ImageOptions(TaskOptions):
 
     @property
     def _by_epoch(self) -> dict[int, int]:
-        """Sizes from an epoch on, where `image_size` has several."""
+        """Sizes by their first epoch, if `image_size` has several."""
         assert isinstance(self.image_size, dict)
         if self._shares:
-            raise ValueError("task.image_size has shares of the training: call ImageOptions.for_epochs first")
+            raise ValueError("task.image_size contains fractions of the run: call ImageOptions.for_epochs first")
         return {int(epoch): size for epoch, size in self.image_size.items()}
 
     def size_at(self, epoch: int, default: int) -> int:
-        """Height and width in pixels of training pictures in `epoch`, counted from 0.
+        """Height and width in pixels of training images in `epoch`, counted from 0.
 
         Args:
             default: the size if `image_size` is None.
@@ -122,12 +123,12 @@ class ImageOptions(TaskOptions):
         return size_at(self._by_epoch, epoch, multiple=self.image_size_multiple if between else None)
 
     def all_sizes(self, default: int) -> list[int]:
-        """Every size that pictures have in training or evaluation, sorted."""
+        """Every size that images have in training or evaluation, sorted."""
         sizes = {self.size_at(epoch, default) for epoch in self._changes()}
         return sorted(sizes | {self.size_for_evaluation(default)})
 
     def size_for_evaluation(self, default: int) -> int:
-        """Height and width in pixels of evaluation pictures."""
+        """Height and width in pixels of evaluation images."""
         if isinstance(self.image_size, dict):
             return self.eval_size or list(self.image_size.values())[-1]
         return self.eval_size or self.image_size or default
@@ -137,8 +138,8 @@ class ImageOptions(TaskOptions):
         if self.eval_size or last < epochs:
             return {}
         size = self.size_for_evaluation(0)
-        what = f"{size} pixels from epoch {last} on, but the training ends after {epochs} epochs, counted from 0"
-        remedy = f"evaluations would have {size} pixels all the same; set task.eval_size, or leave this size out"
+        what = f"{size} pixels from epoch {last} (counted from 0), but the run ends after {epochs} epochs"
+        remedy = f"evaluations would use {size} pixels anyway; set task.eval_size, or remove this size"
         return {"image_size": f"{what}; {remedy}"}
 
     def _changes(self) -> list[int]:
@@ -154,9 +155,9 @@ def size_at(sizes: dict[int, int], epoch: int, *, multiple: int | None) -> int:
     """The size in pixels in `epoch`.
 
     Args:
-        sizes: sizes by the epoch from which on they hold, sorted. The first epoch is 0.
-        multiple: between two epochs the size changes linearly, and is rounded to a multiple of this number of pixels,
-            half of it upwards. At the epochs of `sizes` it is not rounded. None: the size is a step function.
+        sizes: sizes by their first epoch, sorted. The first key is 0.
+        multiple: between two epochs, the size changes linearly, and is rounded (half up) to a multiple of this many
+            pixels. At the epochs of `sizes` it is not rounded. None: the size is a step function.
     """
     before = max(start for start in sizes if start <= epoch)
     after = min((start for start in sizes if start > epoch), default=None)

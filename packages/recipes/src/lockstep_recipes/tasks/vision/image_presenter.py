@@ -1,4 +1,4 @@
-"""A base for the texts and files of the three tasks on pictures."""
+"""Base class for the texts and files of the three image tasks."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 
 class ImagePresenter(Presenter):
-    """Shows what is common: the head of the log, and the JSON file of an export."""
+    """The common part: the head of the log, and the JSON file of an export."""
 
     task: ImageTask
     square_evaluations = True
-    """True if evaluation pictures have the size of `size_for_evaluation`, which the log then says."""
+    """True if evaluation images have the size of `size_for_evaluation`, which the log then reports."""
 
     def class_names(self) -> Sequence[str]:
         return self.task.classes
 
     def epoch_header(self, epoch: int) -> str:
-        """The size of training pictures in an epoch, counted from 0."""
+        """The size of training images in an epoch, counted from 0."""
         return f"image size {self.task.options.size_at(epoch, self.task.about.size)}"
 
     # ---- the head of the log
 
     def log_header(self) -> list[str]:
-        """The data, the classes, the sizes of pictures, how evaluations see them, and the weights that are new."""
+        """The data, the classes, image sizes, how evaluations prepare images, and new weights."""
         task, options = self.task, self.task.options
         training, evaluation = task.train_data(), task.eval_data()
         lines = self.of_data("training", training)
         lines += [] if evaluation is None else self.of_data("evaluation", evaluation)
-        lines += doubles.of_pictures(self.samples(training), self.samples(evaluation))
+        lines += doubles.of_images(self.samples(training), self.samples(evaluation))
         lines += [*self.of_classes(), self._sizes(), *self.of_evaluation()]
         if task.new_weights:
-            lines.append(f"not in {options.model}, so new: {listed(task.new_weights)}")
+            lines.append(f"not in {options.model}, so initialised: {listed(task.new_weights)}")
         return lines
 
     def of_data(self, name: str, data: Any) -> list[str]:
@@ -49,7 +49,7 @@ class ImagePresenter(Presenter):
         raise NotImplementedError
 
     def samples(self, data: Any) -> doubles.Samples | None:
-        """The pictures that are looked at for copies."""
+        """The images that are checked for duplicates."""
         return doubles.samples_of(data)
 
     def of_classes(self) -> list[str]:
@@ -57,7 +57,7 @@ class ImagePresenter(Presenter):
         return doubles.of_names(self.task.classes)
 
     def of_evaluation(self) -> list[str]:
-        """Lines about the way in which evaluations see pictures."""
+        """Lines about how evaluations prepare images."""
         return []
 
     def _sizes(self) -> str:
@@ -72,7 +72,7 @@ class ImagePresenter(Presenter):
     # ---- an export
 
     def preparation(self) -> dict[str, Any]:
-        """The classes, and how evaluations prepare pictures: the content of the JSON file of an export."""
+        """The classes, and how evaluations prepare images: the content of the JSON file of an export."""
         about, options = self.task.about, self.task.options
         return asdict(about) | {
             "size": options.size_for_evaluation(about.size),
@@ -82,8 +82,8 @@ class ImagePresenter(Presenter):
         }
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write a JSON file with `preparation`, and what `transformers.pipeline` needs if the model is of transformers:
-        its config and the config of an image processor."""
+        """Write a JSON file with `preparation`. For a transformers model, also write what `transformers.pipeline`
+        needs: its config and the config of an image processor."""
         written = self.preparation()
         (folder / self.task.kept).write_text(json.dumps(written, indent=1))
         return self.task.models.export(model, written, folder)

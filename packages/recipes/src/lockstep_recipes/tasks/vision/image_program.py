@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lockstep.core.program import Computed, Program
 
-PICTURES = Path(__file__).with_name("use_pictures.py")
+SCRIPT = Path(__file__).with_name("use_images.py")
 """The script of models of images."""
 
 
@@ -40,5 +40,5 @@ def program_of_images(
     dynamic: dict[int, Any] = {0: Dim.AUTO} | ({2: Dim.AUTO, 3: Dim.AUTO} if varies else {})
     other = functional.pad(images[:1], (3, 4, 2, 3), value=128) if varies else images[:1]
     return Program(
-        ComputedOfImages(compute, model), {"images": images}, {"images": dynamic}, {"images": other}, script=PICTURES
+        ComputedOfImages(compute, model), {"images": images}, {"images": dynamic}, {"images": other}, script=SCRIPT
     )

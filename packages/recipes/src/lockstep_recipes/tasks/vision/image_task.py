@@ -1,4 +1,4 @@
-"""A base of the three tasks on pictures: what is learned from the data, the model, and the pixels for it."""
+"""Base class of the three image tasks: what is derived from the data, the model, and its input pixels."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.kept import KeptTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
-from lockstep_recipes.tasks.vision.pictures.normalise import normalise
+from lockstep_recipes.tasks.vision.images.normalise import normalise
 from lockstep_recipes.tasks.vision.size_check import check_image_sizes
 
 
 @dataclass(frozen=True)
 class About:
-    """The facts that a task learns from its data and its model, and keeps with the run."""
+    """What a task derives from its data and its model, and stores with the run."""
 
     classes: list[str]
-    """Names of the classes, in the order of their numbers, which is that of the logits."""
+    """Names of the classes by number, which is the order of the logits."""
     counts: list[int]
     """Number of training samples, boxes or pixels of each class."""
     mean: list[float]
@@ -40,12 +40,12 @@ class About:
 
 
 class ImageTask(KeptTask):
-    """A task on pictures. It adds `learn`, `read`, `models`, and the way from a sample to a loss.
+    """An image task. Subclasses add `learn`, `read`, `models`, and the computation from a sample to a loss.
 
     Args:
         options: an object of `ImageOptions` with `model`.
-        train, eval: sources of pictures.
-        cache: keep decoded pictures on disk, as `data.cache` says.
+        train, eval: sources of images.
+        cache: options of the disk cache of decoded images (`data.cache`).
     """
 
     def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
@@ -63,13 +63,14 @@ class ImageTask(KeptTask):
     classes = names
 
     def described(self, pixels: Pixels, **learned: Any) -> Any:
-        """`about`, from what a model expects of pictures and from what was learned from the data."""
+        """`about`, from the images that a model expects and from what was derived from the data."""
         mean, std = pixels.mean_and_std(self.options)
         return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, **learned})
 
     @contextlib.contextmanager
     def partner(self, index: int, purpose: str) -> Iterator[None]:
-        """A training sample that joins another: a DataError in the block names the sample and the purpose."""
+        """A training sample that is combined with another one: a DataError in the block names the sample and the
+        purpose."""
         try:
             yield
         except DataError as error:
@@ -97,11 +98,11 @@ class ImageTask(KeptTask):
         return model
 
     def trial(self, model: nn.Module, images: Tensor) -> Any:
-        """The outputs of a new model for normalised images, with which sizes of pictures are tried."""
+        """The outputs of a new model for normalised images, to try image sizes."""
         return logits_of(model, images)
 
     def normalised(self, model: nn.Module, images: Tensor) -> Tensor:
-        """Images uint8 (batch, channels, height, width) as the model takes them, in its number format."""
+        """Images uint8 (batch, channels, height, width), normalised for the model, in its number format."""
         return normalise(images, self.about.mean, self.about.std, dtype=next(model.parameters()).dtype)
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
@@ -120,10 +121,10 @@ class ImageTask(KeptTask):
 
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for a segmentation
-    (batch, classes, h, w), of which many models give fewer rows and columns than the images have.
+    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for segmentation
+    (batch, classes, h, w), where h and w may be smaller than those of the images.
 
-    Position embeddings of transformers' models are interpolated to the size of the images.
+    Position embeddings of transformers models are interpolated to the size of the images.
     """
     options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
     output = model(images, **options)

@@ -1,4 +1,4 @@
-"""Before training: can a model take pictures of these sizes, one after the other?"""
+"""Check before training that a model can take images of these sizes, one after another."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from torch import Tensor, nn
 from lockstep.core.errors import UsageError
 from lockstep.core.foreign_errors import first_line
 
-_FARTHEST = 64  # pixels to both sides in which the nearest size is looked for
+_FARTHEST = 64  # distance in pixels within which to search for the nearest size
 
 _Forward = Callable[[nn.Module, Tensor], object]
 _State = dict[str, Any]
 
 
 def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, forward: _Forward, where: str) -> None:
-    """Run copies of `model` on one black picture of each size.
-
-    The copies and the pictures are on the meta device, where nothing is computed. Models that read values cannot run
-    there, and run on the CPU. Nothing is checked if the model itself is on the meta device.
+    """Run copies of `model` on one black image of each size. The copies and the images are on the meta device, where
+    nothing is computed. Models that depend on values cannot run there, so they run on the CPU. Nothing is checked if
+    the model itself is on the meta device.
 
     Args:
         sizes: heights and widths in pixels.
-        forward: called with a model and pictures (1, channels, size, size).
-        where: the key of the sizes, for the error.
+        forward: called with a model and images (1, channels, size, size).
+        where: the config key of the sizes, for the error message.
 
     Raises:
-        UsageError: the model cannot take a size, and the error names the nearest size that it can take; or what the
-            model computes depends on the sizes of earlier pictures, so that a run that goes on would not be the same.
+        UsageError: the model cannot take a size (the error names the nearest size that it can take), or its results
+            depend on the sizes of earlier images, so that a resumed run would differ.
     """
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return
@@ -42,17 +41,20 @@ def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, 
         if error is not None:
             near = (other for step in range(1, _FARTHEST + 1) for other in (size + step, size - step) if other > 0)
             nearest = next((other for other in near if trial.run([other])[0] is None), None)
-            what = f"the model cannot take pictures of {size}x{size} pixels: {first_line(error)}"
-            remedy = f"the nearest that it can is {nearest}" if nearest else "use a size that suits the model"
+            what = f"the model cannot take images of {size}x{size} pixels: {first_line(error)}"
+            remedy = f"the nearest possible size is {nearest}" if nearest else "use a size that suits the model"
             raise UsageError(what, where=where, remedy=remedy) from error
     for order in (list(sizes), list(reversed(sizes))) if len(states) > 1 else ():
         _, after = trial.run(order)
         alone = states[order[-1]]
         changed = next((name for name in alone if after.get(name) != alone[name]), None)
         if changed is not None:
-            what = f"{changed} is {alone[changed]!r} after a picture of {order[-1]} pixels, but {after.get(changed)!r}"
-            what = f"the model remembers the sizes of earlier pictures: {what} if {order[0]} pixels came before"
-            raise UsageError(what, where=where, remedy="use one size for training and evaluation, or another model")
+            what = f"{changed} is {alone[changed]!r} after an image of {order[-1]} pixels, but {after.get(changed)!r}"
+            what = (
+                f"the model's state depends on the sizes of earlier images: {what} if an image of {order[0]} "
+                "pixels came before"
+            )
+            raise UsageError(what, where=where, remedy="use one size for training and evaluation, or a different model")
 
 
 class _Trial:
@@ -63,10 +65,10 @@ class _Trial:
         self.devices = ["meta", "cpu"]
 
     def run(self, sizes: Sequence[int]) -> tuple[Exception | None, _State]:
-        """Run a new copy on pictures of these sizes, one after the other.
+        """Run a new copy on images of these sizes, one after another.
 
         Returns:
-            what went wrong, or None; and the numbers and texts that the modules of the copy have afterwards, by name.
+            the error, or None; and the numbers and texts that the modules of the copy contain afterwards, by name.
         """
         fault: Exception | None = None
         for device in self.devices:

@@ -1,4 +1,4 @@
-"""Volumes on disk, named by their content: a volume is decoded once per machine, and slices are read by themselves."""
+"""Cache volumes on disk by their content: a volume is decoded once per machine, and slices are read individually."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lockstep_recipes.tasks.ct.volumes.slices import Slices
 from lockstep_recipes.tasks.ct.volumes.volume import Volume
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
 
-_FORMAT = 2  # of the files, and of what reading and resampling compute; it is a part of the folder's name
-_KEPT_FREE = 10 << 30  # bytes of the disk that stay free for checkpoints, or a twentieth of a smaller disk
+_FORMAT = 2  # version of the files, and of reading and resampling; it is part of the folder's name
+_KEPT_FREE = 10 << 30  # bytes of disk space to leave free for checkpoints; on a small disk a twentieth
 
 
 class CachedVolume(NamedTuple):
@@ -35,22 +35,22 @@ class CachedVolume(NamedTuple):
     positions: npt.NDArray[np.float32]
     notes: tuple[str, ...]
     address: str
-    """Hexadecimal digits that change with the content of the files and with the arguments of `cached_volume`, and not
-    with names, places and times."""
+    """Hexadecimal digits that change with the content of the files and the arguments of `cached_volume`, but not with
+    names, places and times."""
 
 
 def cached_volume(
     path: Path, *, distance_mm: float | None = None, allow_gaps: bool = False, keep: bool = True
 ) -> CachedVolume:
-    """A volume from the cache, which keeps it if it is new.
+    """A volume from the cache, which stores it if it is new.
 
-    The first process that asks reads the file and writes the volume into Lockstep's cache folder; others wait for it. A
-    kill at any instant leaves a volume in the cache whole or absent. Where the disk is nearly full, the volume is kept
-    in memory alone, is read anew the next time, and a warning says so.
+    The first process that needs it reads the file and writes the volume to Lockstep's cache folder; all others wait for
+    it. Whenever a process is killed, a volume in the cache is complete or absent. If the disk is nearly full, the
+    volume is kept only in memory, is read again the next time, and a warning reports it.
 
     Args:
         path: see `read_volume`.
-        distance_mm: slices are resampled to this distance. None: slices stay as they are.
+        distance_mm: the distance to which slices are resampled. None: slices are not resampled.
         allow_gaps: see `read_volume`.
         keep: False: nothing is written, and the whole file is read each time.
 
@@ -72,7 +72,7 @@ def cached_volume(
     try:
         folder = cached("volume", address, lambda folder: _write(read(), folder))
     except _NoSpace as error:
-        what = f"the cache of volumes {cache_root()} has no more space; volumes that are not in it are read each time"
+        what = f"the cache of volumes {cache_root()} has no space left; volumes that are not in it are read each time"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
         return in_memory(error.volume)
     about = json.loads((folder / "volume.json").read_text(encoding="utf-8"))
@@ -83,9 +83,9 @@ def cached_volume(
 def content_address(path: Path) -> str:
     """Hexadecimal SHA-256 of the contents of a file, or of all files in a folder, whatever their names are.
 
-    It is kept beside the cache under path, sizes and times of the files, so that unchanged files are read once. One of
-    the times is that of the last change of content or name, which programs cannot set: a file in whose place another
-    file with the same size and date was copied is read again.
+    It is kept next to the cache under path, sizes and times of the files, so that unchanged files are read once. One of
+    the times is the ctime, which programs cannot set: a file that was replaced by one with the same size and date is
+    read again.
 
     Raises:
         DataError: a file cannot be read.
@@ -108,7 +108,7 @@ def content_address(path: Path) -> str:
         with atomic.staged_file(known, known.with_name(f".{known.name}-{os.getpid()}")) as staging:
             staging.write_text(address, encoding="ascii")
     except OSError:
-        pass  # it is computed anew the next time
+        pass  # it is recomputed the next time
     return address
 
 

@@ -1,4 +1,4 @@
-"""A CT series in DICOM files: one folder becomes one volume, or an error says why it cannot."""
+"""Read a CT series from DICOM files: a folder becomes a volume, or an error explains why not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lockstep.core.foreign_errors import optional
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct.volumes.volume import REMEDY, Volume, oriented
 
-_SAME_PLACE_MM = 0.01  # slices that are nearer to each other are at the same place
-_GAP = 1.5  # a distance of more than this many median distances means that slices are missing
-_SHIFTED_MM = 1.0  # slices that are farther from the line through the first and the last slice are shifted
+_SAME_PLACE_MM = 0.01  # slices that are closer together are at the same position
+_GAP = 1.5  # a distance above this many median distances means missing slices
+_SHIFTED_MM = 1.0  # slices farther from the line through the first and the last slice are shifted
 _NUMBERS = {"ImagePositionPatient": 3, "ImageOrientationPatient": 6, "PixelSpacing": 2, "Rows": 1, "Columns": 1}
 _NEEDED = (*_NUMBERS, "PixelData")
 _RESCALE = ("RescaleSlope", "RescaleIntercept")
-_OBLIQUE = 0.05  # the length of the normal of two perpendicular directions of length 1 is nearer to 1 than this
-_SUFFIXES = (".dcm", ".dicom", ".ima")  # of files that are DICOM, or damaged
+_OBLIQUE = 0.05  # maximum deviation from 1 of the length of the normal
+_SUFFIXES = (".dcm", ".dicom", ".ima")  # files with these suffixes are DICOM, or damaged
 _SHOWN = 3
 
 
@@ -31,17 +31,17 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
     """The volume of the single CT series in a folder, at any depth.
 
     Slices are sorted by their position along the normal of the slices (ImagePositionPatient), whatever their file names
-    and instance numbers are. RescaleSlope and RescaleIntercept are applied slice by slice. Of identical slices at the
-    same position one is used, which is a note. Gantry tilt is a note, and so are slices that are shifted to the side
-    against the others. Files that are no DICOM are left out, which is a note.
+    and instance numbers are. RescaleSlope and RescaleIntercept are applied slice by slice. These are notes: identical
+    slices at the same position (one is used), gantry tilt, slices that are shifted to the side, and files that are not
+    DICOM (they are left out).
 
     Args:
-        allow_gaps: whether missing slices are a note, and not an error. `Volume.positions` shows the gaps.
+        allow_gaps: whether missing slices are a note instead of an error. `Volume.positions` shows the gaps.
 
     Raises:
-        DataError: there is no slice; there are several series (named) or another modality than CT; a file is truncated
+        DataError: there is no slice; there are several series (named) or a modality other than CT; a file is truncated
             or has no usable position, or has several frames; slices differ in size, distance of pixels or direction;
-            some slices have a slope or an intercept, and others have none; two different slices are at the same
+            only some slices have a slope or an intercept; two different slices are at the same
             position; slices are missing; voxels are all equal.
     """
     slices, notes = _one_series(folder)
@@ -55,16 +55,16 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
     planes = np.stack([_values(dataset) for dataset in slices])
     kept = _without_doubles(slices, planes, corners @ normal)
     if len(kept) < len(slices):
-        notes.append(f"{len(slices) - len(kept)} doubled slices are left out")
+        notes.append(f"{len(slices) - len(kept)} duplicate slices are left out")
     planes, corners = planes[kept], corners[kept]
     positions = corners @ normal
     gaps = _gaps(positions)
     if gaps and not allow_gaps:
-        remedy = "complete the series; or set task.allow_gaps=true, if the positions of the other slices suffice"
+        remedy = "complete the series; or set task.allow_gaps=true, if the remaining slices are sufficient"
         raise DataError(gaps, where=str(folder), remedy=remedy)
     notes += [gaps] if gaps else []
     if (shift := _shift(corners, positions)) > _SHIFTED_MM:
-        notes.append(f"slices are shifted to the side by up to {shift:.1f} mm: they are used as they were taken")
+        notes.append(f"slices are shifted to the side by up to {shift:.1f} mm; this is not corrected")
     volume = oriented(
         planes.transpose(2, 1, 0), _affine(slices[0], corners, normal), where=str(folder), positions=positions
     )
@@ -79,20 +79,20 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
     for path in dicom_files(folder):
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # pydicom warns of texts that are longer than the standard allows
+                warnings.simplefilter("ignore")  # pydicom warns about texts that are longer than the standard allows
                 dataset = pydicom.dcmread(path)
-                is_picture = "Rows" in dataset or "PixelData" in dataset
+                is_image = "Rows" in dataset or "PixelData" in dataset
                 kind = str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
         except pydicom.errors.InvalidDicomError as error:
             if path.suffix.lower() in _SUFFIXES:
                 raise _damaged(path, error) from error
             others += 1
             continue
-        except Exception as error:  # a damaged file raises errors of many kinds
+        except Exception as error:  # a damaged file raises many kinds of errors
             raise _damaged(path, error) from error
-        if not is_picture and any(known.startswith(kind) for known in _ct_classes()):  # a file begins with its kind
+        if not is_image and any(known.startswith(kind) for known in _ct_classes()):  # a file begins with its kind
             raise _damaged(path, EOFError("it ends before its pixels"))
-        if is_picture:
+        if is_image:
             series[str(dataset.get("SeriesInstanceUID", "without number"))].append(dataset)
         else:
             others += 1
@@ -101,14 +101,14 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
         raise DataError(f"the folder has no DICOM slice among {others} files", where=str(folder), remedy=remedy)
     if len(series) > 1:
         shown = "; ".join(_about(uid, datasets) for uid, datasets in sorted(series.items())[:_SHOWN])
-        remedy = "put each series into a folder of its own"
+        remedy = "put each series into its own folder"
         raise DataError(f"the folder has {len(series)} series: {shown}", where=str(folder), remedy=remedy)
     (slices,) = series.values()
-    return slices, [f"{others} files are no DICOM slices and are left out"] if others else []
+    return slices, [f"{others} files are not DICOM slices and are left out"] if others else []
 
 
 def dicom_files(folder: Path) -> list[Path]:
-    """The files in a folder at any depth, without hidden files and the index DICOMDIR, sorted."""
+    """The files in a folder at any depth, sorted, without hidden files and the index DICOMDIR."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "DICOMDIR")
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
@@ -129,23 +129,23 @@ def _about(uid: str, datasets: Sequence[Any]) -> str:
 
 
 def _ct_classes() -> tuple[str, ...]:
-    """The kinds of DICOM files that hold CT slices."""
+    """The kinds of DICOM files that contain CT slices."""
     from pydicom import uid
 
     return uid.CTImageStorage, uid.EnhancedCTImageStorage, uid.LegacyConvertedEnhancedCTImageStorage
 
 
 def _check_alike(slices: Sequence[Any]) -> None:
-    """All slices must be CT, have their places, and be cut alike."""
+    """Check that all slices are CT, have positions, and have the same geometry."""
     first = slices[0]
     for dataset in slices:
         where = str(dataset.filename)
         if _count(dataset, "NumberOfFrames") > 1 or _count(dataset, "SamplesPerPixel") > 1:
-            remedy = "convert it to NIfTI, or to a file for each slice"
+            remedy = "convert it to NIfTI, or to one file per slice"
             raise DataError("a file with several frames or colours cannot be read", where=where, remedy=remedy)
         missing = [name for name in _NEEDED if _value(dataset, name) is None]
         if missing:
-            raise DataError(f"the file has no {', '.join(missing)}", where=where, remedy="export the series anew")
+            raise DataError(f"the file has no {', '.join(missing)}", where=where, remedy="export the series again")
         if dataset.get("Modality", "CT") != "CT":
             raise DataError(f"the modality is {dataset.Modality}, not CT", where=where, remedy="give a CT series")
         _numbers(dataset, "ImagePositionPatient")
@@ -153,37 +153,37 @@ def _check_alike(slices: Sequence[Any]) -> None:
             value, other = _numbers(dataset, name), _numbers(first, name)
             if np.abs(value - other).max() > most:
                 what = f"{name} is {value.tolist()}, but {other.tolist()} in {Path(first.filename).name}"
-                raise DataError(what, where=where, remedy="remove the slices of another size, such as localizers")
+                raise DataError(what, where=where, remedy="remove slices of a different size, such as localizers")
 
 
 def _all_rescaled(slices: Sequence[Any]) -> bool:
     """True if slices have a slope and an intercept.
 
     Raises:
-        DataError: some slices have one of these values, and others have not.
+        DataError: only some slices have one of these values.
     """
     lacking = [[dataset for dataset in slices if name not in dataset] for name in _RESCALE]
     for name, without in zip(_RESCALE, lacking, strict=True):
         if 0 < len(without) < len(slices):
-            what = f"the file has no {name}, but other slices have: its values cannot be compared with theirs"
-            raise DataError(what, where=str(without[0].filename), remedy="export the series anew")
+            what = f"the file has no {name}, but other slices do, so their values cannot be compared"
+            raise DataError(what, where=str(without[0].filename), remedy="export the series again")
     return not any(lacking)
 
 
 def _value(dataset: Any, name: str) -> Any:
-    """A header entry; None where it is missing or blank.
+    """A header entry; None if it is missing or blank.
 
     Raises:
         DataError: the entry cannot be read.
     """
     try:
         return dataset[name].value if name in dataset else None
-    except Exception as error:  # text that is no number
+    except Exception as error:  # text that is not a number
         raise _damaged(Path(dataset.filename), error) from error
 
 
 def _count(dataset: Any, name: str) -> int:
-    """A number of frames or colours; 1 where the file does not say it."""
+    """A number of frames or colours; 1 if the file does not contain it."""
     return int(_value(dataset, name) or 1)
 
 
@@ -191,10 +191,10 @@ def _numbers(dataset: Any, name: str, usual: float | None = None) -> Array:
     """The numbers of a header entry, float64 (numbers).
 
     Args:
-        usual: stands for an entry that is not there.
+        usual: the default for a missing entry.
 
     Raises:
-        DataError: the entry holds something else. The error names the file.
+        DataError: the entry contains something else. The error names the file.
     """
     if usual is not None and name not in dataset:
         return np.array([usual])
@@ -205,7 +205,7 @@ def _numbers(dataset: Any, name: str, usual: float | None = None) -> Array:
         values = np.empty(0)
     if values.shape != (wanted,) or not np.isfinite(values).all():
         what = f"{name} is {written!r}, not {wanted} number{'s' if wanted > 1 else ''}"
-        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+        raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     return values
 
 
@@ -219,8 +219,8 @@ def _normal(dataset: Any) -> Array:
     normal = np.cross(directions[:3], directions[3:])
     length = float(np.linalg.norm(normal))
     if abs(length - 1) > _OBLIQUE:
-        what = f"ImageOrientationPatient is {directions.tolist()}, which are no perpendicular directions of length 1"
-        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+        what = f"ImageOrientationPatient is {directions.tolist()}, which are not perpendicular directions of length 1"
+        raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     return normal / length
 
 
@@ -242,19 +242,19 @@ def _values(dataset: Any) -> Array:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pixels: Array = dataset.pixel_array
-    except Exception as error:  # truncated data, or a compression for which a package is missing
+    except Exception as error:  # truncated data, or a compression that needs a missing package
         raise _damaged(Path(dataset.filename), error) from error
     (slope,), (intercept,) = (_numbers(dataset, name, usual) for name, usual in zip(_RESCALE, (1, 0), strict=True))
     if not slope:
         what = f"RescaleSlope is {slope:g} and RescaleIntercept is {intercept:g}"
-        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+        raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     limits = np.iinfo(np.int16)
     values: Array = np.rint(pixels * slope + intercept).clip(limits.min, limits.max).astype(np.int16)
     return values
 
 
 def _without_doubles(slices: Sequence[Any], planes: Array, positions: Array) -> list[int]:
-    """The places of the slices without those that repeat the slice before."""
+    """The indices of the slices, without those that repeat the previous slice."""
     kept = [0]
     for place in range(1, len(slices)):
         if positions[place] - positions[kept[-1]] > _SAME_PLACE_MM:
@@ -267,7 +267,7 @@ def _without_doubles(slices: Sequence[Any], planes: Array, positions: Array) -> 
 
 
 def _gaps(positions: Array) -> str | None:
-    """Where slices are missing, in words, or None."""
+    """A description of where slices are missing, or None."""
     steps = np.diff(positions)
     if len(steps) < 2:
         return None
@@ -284,7 +284,7 @@ def _gaps(positions: Array) -> str | None:
 def _affine(first: Any, corners: Array, normal: Array) -> Array:
     """From voxel indices (column, row, slice) to millimetres in RAS.
 
-    Source: DICOM PS3.3, C.7.6.2.1.1. DICOM counts to the left and the back (LPS).
+    Source: DICOM PS3.3, C.7.6.2.1.1. DICOM coordinates increase to the left and the back (LPS).
     """
     directions = _numbers(first, "ImageOrientationPatient")
     down, across = _numbers(first, "PixelSpacing").tolist()

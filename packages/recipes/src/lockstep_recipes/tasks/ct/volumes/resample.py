@@ -1,6 +1,6 @@
-"""Another distance between the slices of a volume.
+"""Resample a volume to a different slice distance.
 
-Exports of models of volumes have a copy of this file, so it imports nothing of this package.
+Exports of volume models contain a copy of this file, so it does not import anything from this package.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from lockstep_recipes.tasks.ct.volumes.volume import Volume
 
 _SAME = 1e-3  # relative difference below which distances are the same
-_FINEST = 64  # samples of the old values per new distance, at most
+_FINEST = 64  # maximum number of samples of the old values per new distance
 
 
 def resampled(volume: Volume, distance_mm: float) -> Volume:
-    """The volume with slices `distance_mm` apart, from its first slice on. See `resampled_slices`."""
+    """The volume with slices `distance_mm` apart, starting with its first slice. See `resampled_slices`."""
     slices, positions = resampled_slices(volume.slices, volume.positions, distance_mm)
     if slices is volume.slices:
         return volume
@@ -30,10 +30,10 @@ def resampled(volume: Volume, distance_mm: float) -> Volume:
 def resampled_slices(
     slices: npt.NDArray[np.int16], positions: npt.NDArray[np.float32], distance_mm: float
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float32]]:
-    """Slices `distance_mm` apart, and their positions. Where they are so already, the arguments.
+    """Slices `distance_mm` apart, and their positions. If they already have this distance, the arguments are returned.
 
-    Values between slices are interpolated linearly. If the new distance is larger, values are averaged under a triangle
-    as wide as two new distances, so that thin slices lose noise and no slice is passed over.
+    Values between slices are interpolated linearly. If the new distance is larger, values are averaged with a
+    triangular filter that is two new distances wide. This reduces the noise of thin slices, and uses every slice.
 
     Args:
         slices: (n, rows, columns).
@@ -51,13 +51,13 @@ def resampled_slices(
 
 
 def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -> npt.NDArray[np.float64]:
-    """The share of each old slice in each new slice: (new slices, old slices), with rows that add up to 1.
+    """The weight of each old slice in each new slice: (new slices, old slices), with rows that add up to 1.
 
     Args:
         positions: (old slices) in millimetres, ascending, at least 2.
     """
     length = float(positions[-1] - positions[0])
-    count = math.floor(length / distance_mm + _SAME) + 1  # a volume that lacks a thousandth of a slice has the slice
+    count = math.floor(length / distance_mm + _SAME) + 1  # a slice still counts if up to a thousandth of it is missing
     # The old values as a piecewise linear function, sampled `fine` times per new distance.
     fine = min(_FINEST, max(1, math.ceil(distance_mm / float(np.diff(positions).min()) * (1 - _SAME))))
     places = np.minimum(distance_mm / fine * np.arange((count - 1) * fine + 1), length) + positions[0]

@@ -1,4 +1,4 @@
-"""The slices of a volume that stay on disk until they are used."""
+"""The slices of a volume, which stay on disk until they are used."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Voxels = npt.NDArray[np.int16]
 class Slices:
     """int16 (slices, rows, columns) in Hounsfield units, in memory or in a .npy file. Both behave alike.
 
-    `slices[7]`, `slices[3:9]` and `slices[places]` with an array of integers read these slices and no others. The file
-    is read, and not mapped into memory: where a mapped file is not in the memory of the system yet, Linux reads large
-    parts of it around each slice, and a disk error ends the process.
+    `slices[7]`, `slices[3:9]` and `slices[places]` with an array of integers read only these slices. The file is read
+    rather than memory-mapped: for a mapped file that is not in the page cache, Linux reads much more than each slice,
+    and a disk error kills the process.
 
     Args:
         source: the voxels, or the path of the file.
@@ -56,7 +56,7 @@ class Slices:
         return self.shape[0]
 
     def __getitem__(self, places: Any) -> Voxels:
-        """Slices in an array of the caller's own: (rows, columns) for an integer, else (chosen, rows, columns).
+        """Slices in a new array: (rows, columns) for an integer, otherwise (chosen, rows, columns).
 
         Raises:
             IndexError: there is no such slice.
@@ -88,5 +88,5 @@ class Slices:
         return self[:].tobytes()
 
     def _damaged(self, error: BaseException) -> DataError:
-        remedy = "delete its folder: the volume is then read again from its source"
-        return DataError(f"a kept volume cannot be read: {error}", where=str(self._source), remedy=remedy)
+        remedy = "delete its folder: Lockstep then reads the volume from its source again"
+        return DataError(f"a cached volume cannot be read: {error}", where=str(self._source), remedy=remedy)

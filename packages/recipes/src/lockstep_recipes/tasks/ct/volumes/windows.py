@@ -1,4 +1,4 @@
-"""HU windows: the channels of the pictures that a model sees."""
+"""HU windows: the channels of the images that a model sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Window(NamedTuple):
     width: float
 
 
-# Usual settings of reading stations: https://radiopaedia.org/articles/windowing-ct
+# Common settings of viewing workstations: https://radiopaedia.org/articles/windowing-ct
 NAMED = {
     "lung": Window(-600, 1500),
     "soft_tissue": Window(50, 400),
@@ -39,7 +39,7 @@ def windows_of(chosen: Sequence[str | Sequence[float]]) -> tuple[Window, ...]:
         chosen: for each channel a name in `NAMED`, or `[center, width]` in HU.
 
     Raises:
-        UsageError: a name is unknown, or a pair is no pair of finite numbers with a positive width.
+        UsageError: a name is unknown, or a pair is not two finite numbers with a positive width.
     """
     return tuple(_window(choice) for choice in chosen)
 
@@ -52,12 +52,12 @@ def _window(choice: str | Sequence[float]) -> Window:
         return NAMED[choice]
     if len(choice) != 2 or not all(math.isfinite(value) for value in choice) or choice[1] <= 0:
         remedy = "give [center, width] in HU, with a positive width"
-        raise UsageError(f"{list(choice)} is no HU window", where="task.windows", remedy=remedy)
+        raise UsageError(f"{list(choice)} is not an HU window", where="task.windows", remedy=remedy)
     return Window(float(choice[0]), float(choice[1]))
 
 
 def windowed(slices: npt.NDArray[np.int16], windows: tuple[Window, ...]) -> npt.NDArray[np.uint8]:
-    """Slices as pictures with a channel for each window.
+    """Slices as images with a channel for each window.
 
     Args:
         slices: int16 (..., rows, columns) in HU.

@@ -1,4 +1,4 @@
-"""A small convolutional classifier without batch statistics: the same result however the batch is cut."""
+"""A small convolutional classifier without batch statistics: the result does not depend on how the batch is split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ConvNet(nn.Module):
             block(channels, width, 1), block(width, 2 * width, 2), block(2 * width, 4 * width, 2)
         )
         side = -(-image_size // 4)
-        self.grid = side // max(1, side // 4)  # 4 to 7, where the image is large enough
+        self.grid = side // max(1, side // 4)  # 4 to 7, if the image is large enough
         self.head = nn.Linear(4 * width * self.grid**2, classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model of a classification: pretrained or new, from transformers, from timm, or the small network of the demo."""
+"""Models for classification: pretrained or new, from transformers or timm, or Lockstep's small networks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lockstep_recipes.tasks.vision.classification.options import (
 )
 from lockstep_recipes.tasks.vision.classification.resnet9 import ConvNet4, ResNet9
 from lockstep_recipes.tasks.vision.image_models import AutoModels, Models, Pixels
-from lockstep_recipes.tasks.vision.pictures.decode import image_size
+from lockstep_recipes.tasks.vision.images.decode import image_size
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords
 
-_SIZE = 224  # pixels, where nothing says another size
+_SIZE = 224  # default size in pixels
 _CONVNET_SIZE = 32
 _SIDES = (32, 48)  # smallest and largest size in pixels that `convnet4` and `resnet9` take from the data
 _LOOKED_AT = 100
@@ -37,11 +37,11 @@ _WIDTHS = {CONVNET: (32, 4), CONVNET4: (32, 16), RESNET9: (16, 16)}
 
 
 def models_for(options: ClassificationOptions, folder: Path | None, *, architecture: str | None = None) -> Models:
-    """The object that makes the models that `options` ask for.
+    """The object that makes the models for `options`.
 
     Args:
-        folder: where an earlier start of the run has kept the model's config. None: there is none.
-        architecture: what stands in place of `auto`. None: no model is made.
+        folder: the folder in which an earlier start of the run saved the model's config. None: there is none.
+        architecture: the value that replaces `auto`. None: no model is made.
     """
     name = options.model or options.scratch.architecture
     if name.startswith(TIMM):
@@ -52,20 +52,20 @@ def models_for(options: ClassificationOptions, folder: Path | None, *, architect
 
 
 def median_side(records: ImageRecords) -> int:
-    """The median of the shorter sides of pictures in pixels. About 100 pictures are looked at, evenly spread, and of
-    these the headers only. 32 if none can be read."""
+    """The median of the shorter sides of images in pixels. It uses the headers of about 100 evenly spaced images. 32 if
+    none can be read."""
     sides = []
     for index in range(0, len(records), max(1, len(records) // _LOOKED_AT)):
-        with contextlib.suppress(DataError):  # it is an error, or left out, when the picture is read
+        with contextlib.suppress(DataError):  # when the image is read, this is an error, or the image is skipped
             sides.append(min(image_size(records.pictures.read(index), where=records.where(index))))
     return round(statistics.median(sides or [_SIDES[0]]))
 
 
 def size_for(side: int) -> int:
-    """The size in pixels that suits pictures, for a new small model: a multiple of 8 from 32 to 48.
+    """The size in pixels that suits images, for a new small model: a multiple of 8 from 32 to 48.
 
     Args:
-        side: the median of their shorter sides in pixels.
+        side: the median of the images' shorter sides in pixels.
     """
     low, high = _SIDES
     return min(max(8 * round(side / 8), low), high)
@@ -85,11 +85,11 @@ class SmallModels(Models):
         default, multiple = _WIDTHS[name]
         width = sizes.pop("width", default)
         if sizes:
-            remedy = f"{name} takes: width; for another model, set task.scratch.architecture, such as resnet"
+            remedy = f"{name} takes: width; for a different model, set task.scratch.architecture, such as resnet"
             raise UsageError("unknown key", where=f"task.scratch.sizes.{next(iter(sizes))}", remedy=remedy)
         if not isinstance(width, int) or isinstance(width, bool) or width < multiple or width % multiple:
             remedy = f"use a multiple of {multiple}, at least {multiple}"
-            raise UsageError(f"{width!r} channels", where="task.scratch.sizes.width", remedy=remedy)
+            raise UsageError(f"the width is {width!r} channels", where="task.scratch.sizes.width", remedy=remedy)
         if name == RESNET9:
             return ResNet9(channels, len(classes), width), []
         if name == CONVNET4:
@@ -109,14 +109,15 @@ class TransformersModels(AutoModels):
     not_new = frozenset({"timm_wrapper"})
     usual_size = _SIZE
     size_keys = ("crop_size", "size")
-    unused = ("mask_token",)  # it is for pretraining
+    unused = ("mask_token",)  # only for pretraining
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         side, resize = about["size"], about["eval_resize"]
         square = {"height": side, "width": side}
         cut = {"size": {"shortest_edge": resize}, "crop_size": square}
         return {
-            "image_processor_type": "BitImageProcessor",  # it resizes, cuts out the centre and normalises, as we do
+            # It resizes, crops the centre and normalises, as Lockstep does.
+            "image_processor_type": "BitImageProcessor",
             "do_convert_rgb": len(about["mean"]) == 3,
             "do_center_crop": resize is not None,
             **({"size": square} if resize is None else cut),
@@ -131,7 +132,7 @@ class TimmModels(Models):
 
     @property
     def _timm(self) -> Any:
-        remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch"
+        remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that matches the installed torch"
         return optional("timm", where=f"{TIMM}{self.name}", remedy=remedy, kind=UsageError)
 
     def pixels(self) -> Pixels:
@@ -162,7 +163,7 @@ class TimmModels(Models):
         return model, [head] if isinstance(head, str) else list(head)
 
     def _create(self, arguments: dict[str, Any], size: int) -> nn.Module:
-        # Transformers of timm interpolate position embeddings only if they are told so. Other models refuse these keys.
+        # timm's transformers interpolate position embeddings only with these keys. Other models refuse the keys.
         for extra in ({"img_size": size, "dynamic_img_size": True}, {"img_size": size}):
             with contextlib.suppress(TypeError):
                 model: nn.Module = self._timm.create_model(self.name, **extra, **arguments)

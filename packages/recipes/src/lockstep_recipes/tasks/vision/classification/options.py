@@ -1,4 +1,4 @@
-"""Options of image classification."""
+"""Options for image classification."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from lockstep.configs.task_options import TableOptions
 from lockstep.core.config.config_section import Section
 from lockstep_recipes.tasks.vision.image_options import ImageOptions
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions, Crop
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions, Crop
 
 CONVNET = "convnet"
 RESNET9 = "resnet9"
 CONVNET4 = "convnet4"
 AUTO: Final = "auto"
 TIMM = "timm:"
-"""Names of models and architectures of timm begin with this."""
+"""The prefix of names of timm models and architectures."""
 
 
 SMALL = 64
-"""Pictures are small if their shorter side has at most so many pixels (the median of about 100 training pictures)."""
+"""Images are small if their shorter side (the median of about 100 training images) has at most this many pixels."""
 
 
 class ClassificationAugmentOptions(AugmentOptions):
-    """Changes of training pictures: crop, flips, one policy, colour, erasing, in this order."""
+    """Augmentation of training images: crop, flips, one policy, colour, erasing, in this order."""
 
     crop: Crop | Literal["auto"] = "random_resized"  # type: ignore[assignment]
-    """As in the other tasks on images, or `auto`: `shift` if the training pictures are small, that is, if the median of
+    """As in all image tasks, or `auto`: `shift` if the training images are small, that is, if the median of
     their shorter sides is 64 pixels or less; otherwise `random_resized`."""
 
 
 class Decided(NamedTuple):
-    """The values that stand in place of `auto`."""
+    """The values that replace `auto`."""
 
     architecture: str
     """`scratch.architecture`."""
@@ -45,17 +45,17 @@ class ScratchOptions(Section):
 
     architecture: str = CONVNET
     """`convnet` (the small network of the demo), `convnet4` and `resnet9` (those of `image_folder`), `auto` (`convnet4`
-    if the training pictures are small, as for `augment.crop`, otherwise `resnet9`), a model type of transformers such
+    if the training images are small, as for `augment.crop`, otherwise `resnet9`), a model type of transformers such
     as `resnet`, or `timm:NAME`."""
     sizes: dict[str, Any] = Field(default_factory=dict)
     """Keys of the architecture's config, such as `depths`. `convnet`, `convnet4` and `resnet9` have the key `width`."""
 
 
 class ColumnsOptions(Section):
-    """Columns of a table or a data set, by name or by place counted from 0. None: the column with a usual name."""
+    """Columns of a table or a data set, by name or by index from 0. None: the column with a usual name."""
 
     image: str | int | None = None
-    """The pictures, or their paths."""
+    """The images, or their paths."""
     label: str | int | None = None
     """The labels. For tar shards: the field of KEY.json."""
 
@@ -66,48 +66,48 @@ class ClassificationOptions(TableOptions, ImageOptions):
     task: ClassVar[str] = "lockstep_recipes.tasks.vision.classification.task:Classification"
 
     model: str | None = None
-    """A pretrained model: its name on the Hugging Face hub, a local folder, or `timm:NAME`. None: a new model, which
-    `scratch` describes."""
+    """A pretrained model: its name on the Hugging Face hub, a local folder, or `timm:NAME`. None: a new model,
+    described by `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Replace the last layer of a model that already classifies."""
     columns: ColumnsOptions = ColumnsOptions()
     augment: ClassificationAugmentOptions = ClassificationAugmentOptions()
-    """Random changes of training pictures."""
+    """Random augmentation of training images."""
     subset: str | None = None
     """Configuration of a data set on the hub."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Without evaluation data: the share of every class that is held back for evaluation."""
+    """Without evaluation data: the fraction of every class that is held back for evaluation."""
     split_seed: Annotated[int, Field(ge=0)] = 0
-    """Seed that draws the pictures that are held back."""
+    """Seed for choosing the images that are held back."""
     mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """Shares of mixup are drawn from Beta(alpha, alpha). 0: no mixup."""
+    """Alpha of mixup: the mixing ratio is drawn from Beta(alpha, alpha). 0: no mixup."""
     cutmix_alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
-    """Shares of cutmix are drawn from Beta(alpha, alpha). 0: no cutmix. `auto`: 0 if the training pictures are small,
-    as for `augment.crop`, otherwise 1. With mixup too, each is drawn half the time."""
+    """Alpha of cutmix: the mixing ratio is drawn from Beta(alpha, alpha). 0: no cutmix. `auto`: 0 if the training
+    images are small, as for `augment.crop`, otherwise 1. If mixup is also set, each is used half the time."""
     mix_probability: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The probability that a training sample is mixed with a partner, if `mixup_alpha` or `cutmix_alpha` is set."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """In training, this share of each label is spread evenly over all classes."""
+    """Label smoothing: in training, this fraction of each label is spread evenly over all classes."""
     class_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
     """`balanced`, or a weight by class. The loss is then a weighted mean, as in torch's cross_entropy."""
     top_k: PositiveInt = 5
     """Number of classes that a prediction lists, and the k of the metric top-k accuracy."""
 
     @property
-    def asks_the_pictures(self) -> bool:
-        """True if `auto` stands anywhere, so that the size of the training pictures decides."""
+    def asks_the_images(self) -> bool:
+        """True if any option is `auto`, so that the size of the training images decides."""
         new = self.scratch.architecture if self.model is None else None
         return AUTO in (new, self.augment.crop, self.cutmix_alpha)
 
     def decided(self, side: int | None) -> Decided:
-        """These options for the training pictures: as they stand, or where they are `auto`, as suits the pictures.
+        """These options with `auto` replaced by values that suit the training images.
 
-        Small pictures have few pixels to lose: they are shifted, not cropped, and not mixed by cutmix.
+        Small images have few pixels to lose, so they are shifted instead of cropped, and cutmix is off.
 
         Args:
-            side: the median of the shorter sides of the training pictures in pixels, before they are resized. None: it
-                is not known, because nothing is `auto`.
+            side: the median of the shorter sides of the training images in pixels, before they are resized. None:
+                unknown, because no option is `auto`.
         """
         small = side is not None and side <= SMALL
         architecture, crop, alpha = self.scratch.architecture, self.augment.crop, self.cutmix_alpha

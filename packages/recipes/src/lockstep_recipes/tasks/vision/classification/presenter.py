@@ -1,4 +1,4 @@
-"""Texts and pictures that show data, predictions and results of image classification to people."""
+"""Texts and figures that present data, predictions and results of image classification."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lockstep_recipes.tasks.vision.classification.options import SMALL
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.image_program import program_of_images
 from lockstep_recipes.tasks.vision.readers.class_table import listed
-from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, unlabelled_pictures
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, unlabelled_images
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.classification.task import Classification, Sample
 
-_FEW = 30  # classes up to which results are listed by class
+_FEW = 30  # up to this many classes, results are listed by class
 
 
 class ClassificationPresenter(ImagePresenter):
-    """Shows the most probable classes, and results by class. INPUT arguments are pictures and folders of pictures."""
+    """Presents the most probable classes, and results by class. INPUT arguments are images and folders of images."""
 
     task: Classification
 
     def inputs(self, arguments: Sequence[str]) -> ImageRecords:
-        """The pictures that the arguments name: files, folders, patterns and shards."""
-        return unlabelled_pictures(arguments)
+        """The images that the arguments name: files, folders, patterns and shards."""
+        return unlabelled_images(arguments)
 
     def describe(self, output: Tensor) -> dict[str, Any]:
         """The most probable class, its probability, and with `top_k` above 1 the most probable classes by name."""
@@ -47,7 +47,7 @@ class ClassificationPresenter(ImagePresenter):
         return self.task.classes[label] if label >= 0 else None
 
     def picture(self, sample: Sample, prepared: Mapping[str, Any], output: Tensor | None) -> Any:
-        """The image of a prepared sample as people see it: uint8 (height, width, 3)."""
+        """The image of a prepared sample for display: uint8 (height, width, 3)."""
         image: Tensor = prepared["images"]
         return image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
 
@@ -58,7 +58,8 @@ class ClassificationPresenter(ImagePresenter):
         return (-chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()).masked_fill(labels < 0, -math.inf)
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        """Precision, recall and F1 by class, and the confusion matrix; of many classes the most frequent confusions."""
+        """Precision, recall and F1 by class, and the confusion matrix; with many classes, the most frequent
+        confusions."""
         counts, classes = values.get("confusion"), self.task.classes
         if counts is None:
             return ""
@@ -69,24 +70,26 @@ class ClassificationPresenter(ImagePresenter):
         task, options = self.task, self.task.options
         lines = super().log_header()
         if options.batch_norm == "frozen" and not options.model:
-            lines.append("WARNING: task.batch_norm=frozen, but a new model has no running statistics to normalise by")
-        if options.asks_the_pictures:
+            lines.append(
+                "WARNING: task.batch_norm=frozen, but a new model does not have running statistics to normalise with"
+            )
+        if options.asks_the_images:
             lines.append(self._decided())
         if options.mixup_alpha or task.decided.cutmix_alpha:
-            lines.append("mixup and cutmix: train/loss is that of mixed labels, so it lies above eval/loss")
+            lines.append("mixup and cutmix: train/loss is computed with mixed labels, so it is higher than eval/loss")
         return lines
 
     def _decided(self) -> str:
-        """A line about the values that `auto` became, and why."""
+        """A line about the values that replace `auto`, and why."""
         task = self.task
         architecture, augment, alpha = task.decided
         values = [] if task.options.model else [f"task.scratch.architecture={architecture}"]
         values += [f"task.augment.crop={augment.crop}", f"task.cutmix_alpha={alpha:g}"]
-        what = f"the shorter side of training pictures has {task.about.side} pixels (median; {SMALL} or less are small)"
+        what = f"the shorter side of training images has {task.about.side} pixels (median; {SMALL} or less are small)"
         return f"{what}: {', '.join(values)}"
 
     def program(self, model: nn.Module) -> Program:
-        """Probabilities (pictures, classes) of prepared `images`, uint8 (pictures, channels, size, size)."""
+        """Probabilities (images, classes) of prepared `images`, uint8 (images, channels, size, size)."""
         task = self.task
         side = task.options.size_for_evaluation(task.about.size)
 
@@ -97,7 +100,7 @@ class ClassificationPresenter(ImagePresenter):
 
     def preparation(self) -> dict[str, Any]:
         written = super().preparation()
-        del written["side"]  # it is for training only
+        del written["side"]  # only for training
         cache = self.task.cache
         return written | {
             "eval_resize": self.task.options.eval_resize,
@@ -115,5 +118,5 @@ class ClassificationPresenter(ImagePresenter):
         lines += [] if cache is None else [f"  {cache.summary()}"]
         absent = [label for label, count in counts.items() if not count]
         if absent:
-            lines.append(f"  no image of {len(absent)} of {len(classes)} classes ({listed(absent)})")
+            lines.append(f"  no images of {len(absent)} of {len(classes)} classes ({listed(absent)})")
         return [*lines, self.task.held_back] if name == "training" and self.task.held_back else lines

@@ -1,4 +1,5 @@
-"""The small networks of `image_folder`, without batch statistics: the same result however the batch is cut."""
+"""The small networks of `image_folder`, without batch statistics: the result does not depend on how the batch is
+split."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _CHANNELS_OF_A_GROUP = 16  # Wu and He 2018, arXiv:1803.08494, table 3
 class StandardizedConv2d(nn.Conv2d):
     """A 3x3 convolution without bias, whose weights have mean 0 and variance 1 for each output channel.
 
-    With GroupNorm it takes the place of batch norm where batches may be small: Qiao et al. 2019, arXiv:1903.10520.
+    Together with GroupNorm it replaces batch norm for small batches: Qiao et al. 2019, arXiv:1903.10520.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -27,11 +28,11 @@ class StandardizedConv2d(nn.Conv2d):
 
 
 class ResNet9(nn.Module):
-    """Eight 3x3 convolutions, of which four form two residual blocks, and a linear layer on the means of the channels.
+    """Eight 3x3 convolutions (four of them in two residual blocks), and a linear layer on the means of the channels.
 
-    (batch, channels, height, width) -> (batch, classes) logits. Pooling halves the picture three times, so a side has 8
-    pixels or more. The layers are those of Page 2018, https://myrtle.ai/how-to-train-your-resnet/, with mean pooling at
-    the end, with GroupNorm and standardized weights in place of batch norm, and narrower.
+    (batch, channels, height, width) -> (batch, classes) logits. Pooling halves the image three times, so a side must
+    have 8 pixels or more. The layers are those of Page 2018, https://myrtle.ai/how-to-train-your-resnet/, with mean
+    pooling at the end, with GroupNorm and standardized weights instead of batch norm, and narrower.
 
     Args:
         width: channels after the first convolution, a multiple of 16. The last has 8 times as many.
@@ -60,8 +61,8 @@ class ResNet9(nn.Module):
 class ConvNet4(nn.Module):
     """Four 3x3 convolutions, each followed by max-pooling, and a linear layer on the means of the channels.
 
-    (batch, channels, height, width) -> (batch, classes) logits. The layers have GroupNorm and standardized weights, as
-    those of `ResNet9`. Pooling rounds sides up, so a picture may have any size.
+    (batch, channels, height, width) -> (batch, classes) logits. The layers have GroupNorm and standardized weights,
+    like those of `ResNet9`. Pooling rounds sides up, so an image may have any size.
 
     Args:
         width: channels after the first convolution, a multiple of 16. The next have 2, 4 and 4 times as many.

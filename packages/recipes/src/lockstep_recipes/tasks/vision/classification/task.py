@@ -1,4 +1,4 @@
-"""Image classification: the embedded digits, or pictures with a label each."""
+"""Image classification: the embedded digits, or labelled images."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4,
 from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import About, ImageTask
-from lockstep_recipes.tasks.vision.pictures.augment import eval_picture, train_picture
-from lockstep_recipes.tasks.vision.pictures.cache import reduced
-from lockstep_recipes.tasks.vision.pictures.decode import decode
-from lockstep_recipes.tasks.vision.pictures.mix import draw_partner, mix
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, stack_images
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
+from lockstep_recipes.tasks.vision.images.augment import eval_image, train_image
+from lockstep_recipes.tasks.vision.images.cache import reduced
+from lockstep_recipes.tasks.vision.images.decode import decode
+from lockstep_recipes.tasks.vision.images.mix import draw_partner, mix
 from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImage, DecodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecord, evaluation_source, read_image_records
 
@@ -41,10 +41,10 @@ _DIGITS_SIZE = 8
 
 @dataclass(frozen=True)
 class ClassificationAbout(About):
-    """The facts that the task keeps with the run. `counts` are samples."""
+    """What the task stores with the run. `counts` are numbers of samples."""
 
     side: int | None = None
-    """The median of the shorter sides of the training pictures in pixels. None: nothing depends on it."""
+    """The median of the shorter sides of the training images in pixels. None: no option depends on it."""
 
 
 @final
@@ -53,13 +53,13 @@ class Classification(ImageTask):
 
     The metrics are accuracy, top-k accuracy, macro F1 and the confusion matrix. A batch is a dict of `images`: uint8
     (samples, channels, height, width), and `labels`: int64 (samples). With mixup or cutmix, training batches also have
-    `partner_labels`: int64 (samples), and `label_share`: float32 (samples), the share of `labels` in the target.
+    `partner_labels`: int64 (samples), and `label_share`: float32 (samples), the weight of `labels` in the target.
 
     Args:
-        train, eval: `digits`, or a source of pictures: see `readers.image_records.read_image_records`. Without `eval`,
-            the evaluation part of the folder `train` is used, if it has such a part; otherwise a share of the pictures
-            in `train` is held back, as `options.eval_fraction` says.
-        cache: keep decoded pictures on disk, as `data.cache` says.
+        train, eval: `digits`, or a source of images: see `readers.image_records.read_image_records`. Without `eval`,
+            the evaluation split of the folder `train` is used, if there is one; otherwise the fraction
+            `options.eval_fraction` of the images in `train` is held back.
+        cache: options of the disk cache of decoded images (`data.cache`).
     """
 
     options: ClassificationOptions
@@ -77,7 +77,7 @@ class Classification(ImageTask):
         records, options = self._records(self.train_source, "train", None), self.options
         if len(records.classes) < 2:
             what = f"there is only the class {records.classes[0]!r}" if records.classes else "there are no classes"
-            raise DataError(what, where=self.train_source, remedy="give pictures of two classes or more")
+            raise DataError(what, where=self.train_source, remedy="give images of two classes or more")
         models = models_for(options, None)
         classes, pixels = models.classes(records.classes), models.pixels()
         rows = self._rows(records)[0]
@@ -86,7 +86,7 @@ class Classification(ImageTask):
         by_data = small_model and options.image_size is None
         digits = self.train_source == _DIGITS
         side = None
-        if by_data or options.asks_the_pictures:
+        if by_data or options.asks_the_images:
             side = _DIGITS_SIZE if digits else median_side(records)
         return self.described(
             pixels,
@@ -98,7 +98,7 @@ class Classification(ImageTask):
 
     @cached_property
     def decided(self) -> Decided:
-        """The options that may be `auto`, as they are for the training pictures."""
+        """The options with `auto` replaced for the training images."""
         return self.options.decided(self.about.side)
 
     # ---- data
@@ -109,10 +109,10 @@ class Classification(ImageTask):
         return read_image_records(source, split, self.options, classes=classes)
 
     def _rows(self, records: Any) -> tuple[Any, Any]:
-        """The rows of the training source that are for training, and those that are held back; (None, None): no split.
+        """The rows of the training source to train with, and those held back. (None, None): no split.
 
         Args:
-            records: the training source, with its own classes: their order decides which class gives one more.
+            records: the training source, with its own classes: their order decides which class contributes one more.
         """
         if not self.options.eval_fraction or self.eval_source is not None or isinstance(records, Digits):
             return None, None
@@ -121,7 +121,7 @@ class Classification(ImageTask):
     @cached_property
     def _split(self) -> tuple[Any, Any]:
         if not self.options.eval_fraction or self.eval_source is not None:
-            return None, None  # the source need not be read once more
+            return None, None  # the source does not have to be read again
         return self._rows(self._records(self.train_source, "train", None))
 
     def _data(self, source: str, split: Literal["train", "eval"], rows: Any = None) -> Digits | DecodedImages:
@@ -144,7 +144,7 @@ class Classification(ImageTask):
 
     @property
     def held_back(self) -> str | None:
-        """A sentence about the pictures that are held back for evaluation. None: none shall be held back."""
+        """A sentence about the images that are held back for evaluation. None: none should be held back."""
         rows, held = self._split
         if held is None:
             return None
@@ -152,7 +152,7 @@ class Classification(ImageTask):
         of = f"of the {len(rows) + len(held):,} images in {self.train_source}"
         keys = f"task.eval_fraction={options.eval_fraction:g}, task.split_seed={options.split_seed}"
         if not len(held):
-            return f"no image {of} is held back for evaluation ({keys}): there are too few images, or one of each class"
+            return f"no images {of} are held back for evaluation ({keys}): there are too few images, or one per class"
         return f"{len(held):,} {of} are held back for evaluation ({keys})"
 
     # ---- the model
@@ -165,15 +165,16 @@ class Classification(ImageTask):
         options, about = self.options, self.about
         size = options.size_for_evaluation(about.size)
         if options.eval_resize and options.eval_resize < size:
-            what = f"pictures are resized to {options.eval_resize} pixels, but {size} are cut out of them"
+            what = f"images are resized to {options.eval_resize} pixels, but the crop needs {size}"
             remedy = f"set it to {size} or more, or set task.eval_size"
             raise UsageError(what, where="task.eval_resize", remedy=remedy)
         return super().model()
 
-    # ---- from a picture to a batch
+    # ---- from an image to a batch
 
     def prepare(self, sample: Sample, epoch: int, training: bool) -> dict[str, Any]:
-        """The image, uint8 (channels, size, size), and its label; in training augmented, and mixed with a partner."""
+        """The image, uint8 (channels, size, size), and its label. In training, it is augmented and mixed with a
+        partner."""
         image, label = self._labelled(sample, epoch, training)
         item = {"images": image, "labels": label}
         if training and (self.options.mixup_alpha or self.decided.cutmix_alpha):
@@ -184,16 +185,16 @@ class Classification(ImageTask):
         options, default = self.options, self.about.size
         pixels = sample[0]
         if isinstance(pixels, bytes):
-            # Files to predict are in no cache: they are reduced as the cache has reduced the pictures of the training.
+            # Files to predict are not cached: reduce them as the cache reduces training images.
             side = self.cache.shorter_side if self.cache else None
             pixels = reduced(decode(pixels, channels=options.channels), side)
-        picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
+        picture = AnnotatedImage(pixels) if isinstance(pixels, Tensor) else AnnotatedImage.from_pixels(pixels)
         if training:
-            picture = train_picture(picture, options.size_at(epoch, default), self.decided.augment)
+            picture = train_image(picture, options.size_at(epoch, default), self.decided.augment)
         else:
             size = options.size_for_evaluation(default)
             resize, interpolation = options.eval_resize, options.augment.interpolation
-            picture = eval_picture(picture, size, resize=resize, interpolation=interpolation)
+            picture = eval_image(picture, size, resize=resize, interpolation=interpolation)
         label, classes = int(sample[1]), len(self.about.classes)
         if not -1 <= label < classes:
             raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {classes - 1}")
@@ -202,7 +203,7 @@ class Classification(ImageTask):
     def _mix(self, item: dict[str, Any], epoch: int) -> None:
         """Mix a prepared sample with another training sample, which is drawn, read and augmented here.
 
-        All random numbers are the sample's own, so the result depends neither on ranks nor on micro-batches.
+        All random numbers belong to the sample, so the result does not depend on ranks or micro-batches.
         """
         item |= {"partner_labels": item["labels"], "label_share": 1.0}
         data, options = self._train, self.options
@@ -227,7 +228,7 @@ class Classification(ImageTask):
     # ---- from a batch to a loss
 
     def weight(self, batch: Batch) -> Tensor | None:
-        """With class weights, the weights of the samples' labels; a mixed sample has both labels by their shares."""
+        """With class weights, the weights of the samples' labels. A mixed sample has the weighted mean of both."""
         weights = self._weights.tensor
         if weights is None:
             return None
@@ -242,8 +243,8 @@ class Classification(ImageTask):
         return loss, logits.detach().softmax(dim=-1)
 
     def _loss(self, logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
-        """The sum of the cross-entropies. A mixed sample has that of its own label and that of its partner's label,
-        by their shares: this is the cross-entropy with the mixed target, because it is linear in the target."""
+        """The sum of the cross-entropies. A mixed sample has the weighted mean of the cross-entropies for its own and
+        its partner's label. That equals the cross-entropy with the mixed target, because it is linear in the target."""
         weights = self._weights.like(logits)
 
         def cross_entropy(labels: Tensor, reduction: str) -> Tensor:
@@ -263,15 +264,14 @@ class Classification(ImageTask):
         return self._logits(model, batch["images"]).softmax(dim=-1)
 
     def metrics(self) -> Metrics:
-        """`accuracy`, `accuracy_top5` (where there are more classes than that), `macro_f1`, and the matrix
-        `confusion`."""
+        """`accuracy`, `accuracy_top5` (if there are more than 5 classes), `macro_f1`, and the matrix `confusion`."""
         from lockstep_recipes.tasks.class_metrics import class_metrics
 
         return Metrics(class_metrics(len(self.classes), top_k=self.options.top_k), self._update)
 
     @staticmethod
     def _update(metrics: MetricCollection, output: Tensor, batch: Batch) -> None:
-        """Feed a batch. A mixed picture counts as the class of which it shows more."""
+        """Update with a batch. A mixed image counts as the class with the larger weight."""
         from lockstep_recipes.tasks.class_metrics import update_class_metrics
 
         labels = batch["labels"]

@@ -1,9 +1,9 @@
-"""A small detector without anchors: a score for each place to be the centre of an object, and the box around it.
+"""A small anchor-free detector: for each cell, a score for being the centre of an object, and the box around it.
 
-It trains from scratch in minutes, and needs torch only. The heads, and the targets in `center_losses`, are those of
-Liu et al. 2019, Training-Time-Friendly Network for Real-Time Object Detection, arXiv:1909.00700, which extends
-Zhou et al. 2019, Objects as Points, arXiv:1904.07850. The features come from a residual network with a feature pyramid
-(Lin et al. 2017, arXiv:1612.03144), of which the finest level is used.
+It trains from scratch in minutes, and needs only torch. The heads, and the targets in `center_losses`, are those of Liu
+et al. 2019, Training-Time-Friendly Network for Real-Time Object Detection, arXiv:1909.00700, which extends Zhou et al.
+2019, Objects as Points, arXiv:1904.07850. The features come from a residual network with a feature pyramid (Lin et al.
+2017, arXiv:1612.03144), whose finest level is used.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from torch.nn import functional
 from lockstep_recipes.tasks.vision.detection.overlap import suppressed
 
 STRIDE = 4
-"""Pixels of the picture between two places of the output."""
-_FIRST_SIDE = 4.0  # distance from a centre to a side before training, in places
-_PRIOR = 0.01  # score of every place before training, as in Lin et al. 2017, Focal Loss, arXiv:1708.02002, section 4.1
+"""Pixels of the image between two cells of the output."""
+_FIRST_SIDE = 4.0  # distance from a centre to a side before training, in cells
+_PRIOR = 0.01  # score of every cell before training, as in Lin et al. 2017, Focal Loss, arXiv:1708.02002, section 4.1
 _CHANNELS_OF_GROUP = 16  # Wu and He 2018, Group Normalization, arXiv:1803.08494, table 3
-_LARGEST = 8.0  # logarithm of the greatest distance, in places: exp() must stay finite
+_LARGEST = 8.0  # logarithm of the largest distance, in cells: exp() must stay finite
 
 Norm = Callable[[int], nn.Module]
 
 
 class CenterOutput(NamedTuple):
-    """The output of the detector for each place: (height / 4, width / 4) places, rounded up."""
+    """The output of the detector for each cell: (height / 4, width / 4) cells, rounded up."""
 
     logits: Tensor
-    """(pictures, classes, rows, columns): how likely the centre of an object of a class is there."""
+    """(images, classes, rows, columns): the probability of the centre of an object of the class."""
     distances: Tensor
-    """(pictures, 4, rows, columns): pixels from the middle of the place to the left, top, right and bottom edge."""
+    """(images, 4, rows, columns): pixels from the middle of the cell to the left, top, right and bottom edge."""
 
 
 def group_norm(channels: int) -> nn.Module:
-    """GroupNorm with 16 channels in a group."""
+    """GroupNorm with 16 channels per group."""
     return nn.GroupNorm(max(1, channels // _CHANNELS_OF_GROUP), channels)
 
 
 class CenterDetector(nn.Module):
-    """(pictures, channels, height, width), normalised -> `CenterOutput`.
+    """(images, channels, height, width), normalised -> `CenterOutput`.
 
     Args:
-        width: channels of the features at a quarter of the size of the pictures. They double from level to level, up to
+        width: channels of the features at a quarter of the size of the images. They double from level to level, up to
             eight times.
         depth: residual blocks of each level.
         levels: levels of the pyramid: 4 have strides of 4, 8, 16 and 32 pixels.
-        norm: makes the normalisation of a number of channels.
+        norm: makes the normalisation layer for a number of channels.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CenterDetector(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions and a way past them (He et al. 2016, arXiv:1512.03385)."""
+    """Two 3x3 convolutions with a residual connection (He et al. 2016, arXiv:1512.03385)."""
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, *, stride: int = 1) -> None:
         super().__init__()
@@ -124,14 +124,14 @@ def _convolution(inputs: int, outputs: int, norm: Norm, *, stride: int = 1) -> n
 
 
 def places(rows: int, columns: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The middles of the places in pixels: y (rows) and x (columns)."""
+    """The middles of the cells in pixels: y (rows) and x (columns)."""
     y = torch.arange(rows, dtype=like.dtype, device=like.device)
     x = torch.arange(columns, dtype=like.dtype, device=like.device)
     return (y + 0.5) * STRIDE, (x + 0.5) * STRIDE
 
 
 def boxes_of(distances: Tensor) -> Tensor:
-    """The box around each place: (pictures, 4, rows, columns), left, top, right and bottom in pixels."""
+    """The box around each cell: (images, 4, rows, columns), left, top, right and bottom in pixels."""
     y, x = places(distances.shape[2], distances.shape[3], distances)
     left, top, right, bottom = distances.unbind(1)
     row, column = y[:, None], x[None, :]
@@ -141,17 +141,16 @@ def boxes_of(distances: Tensor) -> Tensor:
 def best_boxes(
     output: CenterOutput, *, size: tuple[int, int], most: int, overlap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best boxes of each picture: places whose score is the highest of their 3x3 neighbours, then
-    non-maximum suppression within each class.
+    """The best boxes of each image: cells whose score is the highest in their 3x3 neighbourhood, then non-maximum
+    suppression within each class.
 
     Args:
-        size: height and width of the pictures in pixels, to which boxes are clipped.
-        most: the greatest number of boxes of a picture.
-        overlap: see `overlap.suppressed`.
+        size: height and width of the images in pixels, to which boxes are clipped.
+        most: the maximum number of boxes per image. overlap: see `overlap.suppressed`.
 
     Returns:
-        boxes (pictures, places, 4) in pixels, scores (pictures, places), labels (pictures, places), the best first;
-        scores of 0 and labels of -1 in places without a box.
+        boxes (images, `most`, 4) in pixels, scores (images, `most`), labels (images, `most`), the best first; entries
+        without a box have the score 0 and the label -1.
     """
     scores = output.logits.float().sigmoid()
     peaks = scores * (functional.max_pool2d(scores, 3, 1, 1) == scores)

@@ -1,7 +1,7 @@
 """Targets and losses of `CenterDetector`, as sums.
 
 Source: Liu et al. 2019, Training-Time-Friendly Network, arXiv:1909.00700, sections 3.2 and 3.3. Unlike there, each box
-has the same share in the loss of the boxes.
+has the same weight in the box loss.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from lockstep_recipes.tasks.vision.detection.center_detector import STRIDE, Cent
 from lockstep_recipes.tasks.vision.detection.models import Targets
 from lockstep_recipes.tasks.vision.detection.overlap import area, generalised_overlap
 
-_SHARE = 0.54  # of a box's sides: how far its Gaussian reaches ("alpha" and "beta" in the paper)
-_AT_ONCE = 1 << 22  # places of boxes that are drawn at a time: 16 MB
+_SHARE = 0.54  # radius of a box's Gaussian, as a fraction of its sides ("alpha" and "beta" in the paper)
+_AT_ONCE = 1 << 22  # cells of boxes to draw at a time: 16 MB
 _FOCUS, _RELIEF = 2, 4  # exponents of Objects as Points, arXiv:1904.07850, equation 1
 
 
 class CenterTargets(NamedTuple):
-    """The output that the detector should have for each place."""
+    """The target output of the detector for each cell."""
 
     heat: Tensor
-    """(pictures, classes, rows, columns) from 0 to 1: 1 at the centres of boxes, and less around them."""
+    """(images, classes, rows, columns) from 0 to 1: 1 at the centres of boxes, and less around them."""
     counts: Tensor
-    """bool (pictures, 1, rows, columns): whether the places without a centre count as background."""
+    """bool (images, 1, rows, columns): whether cells without a centre count as background."""
     owner: Tensor
-    """int64 (pictures, rows, columns): the box of each place, counted over the batch. Places without a box have the
+    """int64 (images, rows, columns): the box of each cell, counted over the batch. Cells without a box contain the
     number of boxes."""
     share: Tensor
-    """(pictures, rows, columns): the weight of each place in the loss of its box. The weights of a box add to 1. 0 in
-    places without a box."""
+    """(images, rows, columns): the weight of each cell in the loss of its box. The weights of a box sum to 1. Cells
+    without a box have 0."""
 
 
 def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, like: Tensor) -> CenterTargets:
-    """The targets for an output of rows x columns places.
+    """The targets for an output of rows x columns cells.
 
-    Each box is a Gaussian around its centre that is as wide as the box. Where several boxes cover a place, the
-    smallest has it. A box whose every place belongs to smaller boxes has no place.
+    Each box is a Gaussian around its centre that is as wide as the box. If several boxes cover a cell, it belongs to
+    the smallest. A box whose cells all belong to smaller boxes has no cells.
 
-    Nothing here waits for the device: all shapes are known from the shapes of `targets`. Boxes are drawn a few at a
-    time, so that memory does not grow with boxes x places.
+    Nothing here waits for the device: all shapes follow from the shapes of `targets`. Boxes are drawn a few at a time,
+    so that memory does not grow with boxes x cells.
     """
     pictures, boxes = len(targets.counts), targets.boxes.to(like)
     y, x = places(rows, columns, like)
@@ -52,8 +52,8 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
     horizontal, column = _gaussian(x, boxes[:, 0], boxes[:, 2], reach[1])
     picture = targets.pictures
 
-    # The smallest box of each place: boxes have numbers by size, and the least number wins. Places that a box does not
-    # reach have the greatest number. These numbers are floating-point, which is several times faster on a CPU.
+    # The smallest box of each cell: boxes are numbered by size, and the lowest number wins. Cells that a box does not
+    # reach have the highest number. Floating-point numbers are several times faster here on a CPU.
     none = len(boxes)
     order = area(boxes).argsort(stable=True)
     number = like.new_empty(none, 1)
@@ -70,7 +70,7 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
     heat = heat.view(pictures, classes, rows, columns)
     heat[picture, targets.labels, row, column] = 1.0
 
-    # Row `none` of these stands for places without a box.
+    # Row `none` of these is for cells without a box.
     owner = torch.cat([order, order.new_full((1,), none)])[numbers.long()]
     vertical, horizontal = (functional.pad(part, (0, 0, 0, 1)) for part in (vertical, horizontal))
     row, column = (torch.arange(count, device=like.device) for count in (rows, columns))
@@ -81,31 +81,31 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
 
 
 def _parts(boxes: int, places_of_box: int) -> list[slice]:
-    """Slices of so many boxes that their places are few enough to be held at once."""
+    """Slices of boxes whose cells fit into memory at once."""
     step = max(1, _AT_ONCE // places_of_box)
     return [slice(begin, begin + step) for begin in range(0, boxes, step)]
 
 
 def _gaussian(middles: Tensor, low: Tensor, high: Tensor, end: float) -> tuple[Tensor, Tensor]:
-    """The Gaussian of each box along one axis, and the place of its centre.
+    """The Gaussian of each box along one axis, and the cell of its centre.
 
     Returns:
-        (boxes, places): 1 at the place of the centre, less to both sides, and 0 beyond the reach; int64 (boxes).
+        (boxes, cells): 1 at the cell of the centre, less to both sides, and 0 beyond the radius; int64 (boxes).
     """
     place = (((low + high) / 2).clamp(0, end - 1e-3) / STRIDE).long()
     half = _SHARE * (high - low) / 2
     distance = middles - middles[place][:, None]
-    # Three standard deviations are the reach.
+    # The radius is three standard deviations.
     values = torch.exp(-(distance**2) / (2 * (half / 3).clamp(min=1e-3)[:, None] ** 2))
     return values * ((distance.abs() <= half[:, None]) | (distance == 0)), place
 
 
 def _covered(targets: Targets, y: Tensor, x: Tensor) -> Tensor:
-    """bool (pictures, 1, rows, columns): whether a place lies in an ignored region."""
+    """bool (images, 1, rows, columns): whether a cell is in an ignored region."""
     covered = y.new_zeros(len(targets.counts), len(y), len(x))
     left, top, right, bottom = targets.ignored.to(y).T[..., None]
     across, down = (x > left) & (x < right), (y > top) & (y < bottom)
-    picture = targets.ignored_pictures
+    picture = targets.ignored_images
     for part in _parts(len(targets.ignored), len(y) * len(x)):
         inside = (down[part, :, None] & across[part, None, :]).to(y)
         covered.scatter_reduce_(0, picture[part, None, None].expand_as(inside), inside, "amax")
@@ -113,8 +113,8 @@ def _covered(targets: Targets, y: Tensor, x: Tensor) -> Tensor:
 
 
 def center_losses(output: CenterOutput, targets: Targets) -> dict[str, Tensor]:
-    """`center`: the focal loss of the scores, summed over places and classes. `box`: one minus the generalised overlap
-    of the boxes, a weighted mean over the places of each true box, summed over true boxes."""
+    """`center`: the focal loss of the scores, summed over cells and classes. `box`: one minus the generalised overlap
+    of the boxes, as a weighted mean over the cells of each true box, summed over true boxes."""
     logits, distances = output
     wanted = center_targets(
         targets, classes=logits.shape[1], rows=logits.shape[2], columns=logits.shape[3], like=logits

@@ -1,4 +1,4 @@
-"""The detector that needs no pretrained weights, as detection tasks use it."""
+"""The interface of detection tasks to the detector that does not need pretrained weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Dete
 from lockstep_recipes.tasks.vision.detection.options import CENTER
 from lockstep_recipes.tasks.vision.image_models import Pixels
 
-_SIZE = 320  # pixels, where the config says no size
-_SIZES = {"width": (32, 16), "depth": (1, 1), "levels": (4, 1)}  # key: default, and the number it is a multiple of
+_SIZE = 320  # default size in pixels
+_SIZES = {
+    "width": (32, 16),
+    "depth": (1, 1),
+    "levels": (4, 1),
+}  # key: default, and the number that it must be a multiple of
 _BOX = 5.0  # as in the paper of `center_losses`, section 3.4
 
 
 @dataclass(frozen=True)
 class CenterModels(DetectionModels):
-    """Makes `CenterDetector`, and knows its losses and boxes."""
+    """Makes `CenterDetector`, and computes its losses and boxes."""
 
     suppresses = True
 
@@ -34,7 +38,7 @@ class CenterModels(DetectionModels):
         for key, value in self.options.scratch.sizes.items():
             where = f"task.scratch.sizes.{key}"
             if key not in _SIZES:
-                remedy = f"{CENTER} takes: {', '.join(_SIZES)}; for another model, set task.scratch.architecture"
+                remedy = f"{CENTER} takes: {', '.join(_SIZES)}; for a different model, set task.scratch.architecture"
                 raise UsageError("unknown key", where=where, remedy=remedy)
             multiple = _SIZES[key][1]
             if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value % multiple:

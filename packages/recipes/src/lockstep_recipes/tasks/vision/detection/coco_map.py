@@ -1,4 +1,4 @@
-"""COCO's mean average precision, by pycocotools, on any number of ranks."""
+"""COCO's mean average precision, computed by pycocotools, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImages
 
 MOST = 100
-"""pycocotools uses at most this many boxes of each picture and class (the last of its `maxDets`)."""
+"""pycocotools uses at most this many boxes per image and class (the last of its `maxDets`)."""
 
 
 class CocoMap(Metric):
     """Average precision of boxes, exactly as pycocotools computes it on one process.
 
-    Each rank keeps at most 100 boxes of each picture and class, 22 bytes each, and 12 bytes for each picture. Rank 0
-    gets those of all ranks, and calls pycocotools class by class, so that the objects of one class exist at a time.
+    Each rank keeps at most 100 boxes per image and class, 22 bytes each, and 12 bytes per image. Rank 0 gets those of
+    all ranks, and calls pycocotools class by class, so that only the objects of one class exist at a time.
 
     Args:
-        truth: returns the pictures with their true boxes. It is called when the metric is computed.
+        truth: returns the images with their true boxes. It is called when the metric is computed.
         classes: names of the classes.
     """
 
@@ -41,7 +41,7 @@ class CocoMap(Metric):
 
     def __init__(self, truth: Callable[[], BoxedImages], classes: Sequence[str]) -> None:
         super().__init__()
-        cocoeval()  # an error before the training, where pycocotools is missing
+        cocoeval()  # if pycocotools is missing, fail before training
         self.truth, self.classes = truth, list(classes)
         for name in ("boxes", "labels", "counts", "ids"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
@@ -50,10 +50,10 @@ class CocoMap(Metric):
         """Add the boxes of a batch.
 
         Args:
-            boxes: (pictures, places, 4): left, top, right, bottom in pixels of the original picture.
-            scores: (pictures, places).
-            labels: (pictures, places): class numbers. -1 in places without a box.
-            ids: int64 (pictures): the ids of the pictures.
+            boxes: (images, entries, 4): left, top, right, bottom in pixels of the original image.
+            scores: (images, entries).
+            labels: (images, entries): class numbers. -1 for entries without a box.
+            ids: int64 (images): the ids of the images.
         """
         kept = among_best(scores.cpu(), labels.cpu())
         rows = torch.cat([boxes.detach().float().cpu(), scores.detach().float().cpu()[..., None]], -1)
@@ -68,12 +68,12 @@ class CocoMap(Metric):
         Returns:
             `mAP`, `mAP50`, `mAP75`: the means over classes, at IoU 0.50 to 0.95, 0.50 and 0.75; `mAP_small`,
             `mAP_medium`, `mAP_large`: by area, below 32 x 32, below 96 x 96 and above; `mAR`: the mean recall with 100
-            boxes of each picture and class; `mAP/CLASS`: of each class. Sizes and classes without any true box are left
-            out; the others are -1 if there is no true box at all. `precision_recall`: (classes, 101), the precision at
-            IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
+            boxes per image and class; `mAP/CLASS`: for each class. Sizes and classes without any true box are left out.
+            All other values are -1 if there are no true boxes at all. `precision_recall`: (classes, 101), the precision
+            at IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
 
         Raises:
-            DataError: a picture is not in the data, or occurs twice.
+            DataError: an image is not in the data, or occurs twice.
         """
         rows, labels = (_joined(part) for part in (self.boxes, self.labels))
         counts, ids = (_joined(part) for part in (self.counts, self.ids))
@@ -83,19 +83,19 @@ class CocoMap(Metric):
             boxes=rows[:, :4] if len(rows) else np.zeros((0, 4), np.float32),
             scores=rows[:, 4] if len(rows) else np.zeros(0, np.float32),
             labels=labels,
-            pictures=np.repeat(ids, counts),
+            images=np.repeat(ids, counts),
         )
         return summary(precision, recall, self.classes)
 
 
 def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
-    """True for the `most` best boxes of each picture and class; the earlier of two equal boxes is better.
+    """True for the `most` best boxes of each image and class; of two equal boxes, the earlier one is better.
 
     Args:
-        scores, labels: (pictures, places); the label -1 marks places without a box.
+        scores, labels: (images, entries); the label -1 marks entries without a box.
 
     Returns:
-        bool (pictures, places).
+        bool (images, entries).
     """
     kept = labels >= 0
     if scores.shape[1] <= most:
@@ -112,27 +112,27 @@ def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
 
 
 def evaluate_classes(
-    truth: BoxedImages, *, seen: Array, boxes: Array, scores: Array, labels: Array, pictures: Array
+    truth: BoxedImages, *, seen: Array, boxes: Array, scores: Array, labels: Array, images: Array
 ) -> tuple[Array, Array]:
     """The arrays `precision` and `recall` of pycocotools' `COCOeval.accumulate` over all classes.
 
     Args:
-        seen: ids of the pictures that were evaluated.
-        boxes: (n, 4) left, top, right, bottom in pixels of the original picture.
+        seen: ids of the images that were evaluated.
+        boxes: (n, 4) left, top, right, bottom in pixels of the original image.
         scores, labels: (n).
-        pictures: (n): ids of the pictures.
+        images: (n): ids of the images.
 
     Returns:
         (IoU, recall, classes, areas, maxDets) and (IoU, classes, areas, maxDets), with the classes by number.
 
     Raises:
-        DataError: a picture is not in the data, or occurs twice.
+        DataError: an image is not in the data, or occurs twice.
     """
     all_ = truth.annotations
     known, twice = np.isin(seen, all_.image_ids), len(np.unique(seen)) != len(seen)
     if not known.all() or twice:
-        what = "a picture was evaluated twice" if twice else f"there is no picture with the id {seen[~known][0]}"
-        raise DataError(what, where="the evaluation data", remedy="give each picture an id of its own")
+        what = "an image was evaluated twice" if twice else f"there is no image with the id {seen[~known][0]}"
+        raise DataError(what, where="the evaluation data", remedy="give each image its own id")
     box_images = all_.image_ids[all_.images]
     counted = np.isin(box_images, seen)
     arrays = {}
@@ -146,7 +146,7 @@ def evaluate_classes(
         true = [_box(number, image, category, box, area, crowd) for number, image, box, area, crowd in rows]
         found = []
         for number, place in enumerate(np.flatnonzero(labels == label).tolist(), start=1):
-            box = _box(number, pictures[place], category, xywh[place], xywh[place, 2] * xywh[place, 3])
+            box = _box(number, images[place], category, xywh[place], xywh[place, 2] * xywh[place, 3])
             found.append({**box, "score": float(scores[place])})
         arrays[label] = _evaluate_class(category, true, found)
     precision, recall = (
@@ -157,7 +157,7 @@ def evaluate_classes(
 
 
 def _box(number: int, image: int, category: int, xywh: Array, area: float, crowd: bool = False) -> dict[str, Any]:
-    """A box as pycocotools has it: left, top, width and height."""
+    """A box in the form of pycocotools: left, top, width and height."""
     ids = {"id": int(number), "image_id": int(image), "category_id": category}
     return {**ids, "bbox": xywh.tolist(), "area": float(area), "iscrowd": int(crowd)}
 
@@ -170,7 +170,7 @@ def width_and_height(boxes: Array) -> Array:
 
 
 def _evaluate_class(category: int, true: list[dict[str, Any]], found: list[dict[str, Any]]) -> tuple[Array, Array]:
-    """Precision and recall of one class by pycocotools, of the pictures that have true or found boxes of it."""
+    """Precision and recall of one class by pycocotools, for the images with true or detected boxes of it."""
     evaluation = cocoeval()(iouType="bbox")
     images = sorted({box["image_id"] for box in true} | {box["image_id"] for box in found})
     with _quiet():
@@ -196,7 +196,7 @@ def summary(precision: Array, recall: Array, classes: Sequence[str]) -> dict[str
         valid = values[values > -1]
         return float(np.mean(valid)) if valid.size else -1.0
 
-    everywhere, half, three_quarters = slice(None), 0, 5  # places of the IoUs 0.50 and 0.75
+    everywhere, half, three_quarters = slice(None), 0, 5  # indices of the IoUs 0.50 and 0.75
     values = {
         "mAP": mean(precision[..., 0, -1]),
         "mAP50": mean(precision[half, ..., 0, -1]),
@@ -221,19 +221,19 @@ def cocoeval() -> Any:
     Raises:
         UsageError: pycocotools cannot be imported.
     """
-    where, remedy = "the evaluation of a detection", "pip install 'torch-lockstep[images]'"
+    where, remedy = "the evaluation of a detector", "pip install 'torch-lockstep[images]'"
     return optional("pycocotools.cocoeval", where=where, remedy=remedy, kind=UsageError).COCOeval
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """pycocotools prints what it does."""
+    """Silence pycocotools, which prints its progress."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def _joined(parts: Any) -> Array:
-    """A state as one array: a list of tensors, or a tensor where torchmetrics joined them already."""
+    """A state as one array: a list of tensors, or a tensor if torchmetrics has already joined them."""
     tensors = [parts] if isinstance(parts, Tensor) else list(parts)
     joined: Array = torch.cat(tensors).cpu().numpy() if tensors else np.zeros(0, np.int64)
     return joined

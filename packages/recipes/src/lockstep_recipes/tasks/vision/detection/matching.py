@@ -1,4 +1,4 @@
-"""The true boxes that a prediction found, for people. Metrics use pycocotools."""
+"""Match predictions with true boxes for display. Metrics use pycocotools."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from torch import Tensor
 from lockstep_recipes.tasks.vision.detection.overlap import area, intersection_over_union
 
 OVERLAP = 0.5
-"""The least intersection over union of a found box with its true box."""
+"""Minimum intersection over union of a detected box with its true box."""
 
 
 class Matched(NamedTuple):
-    """Found and true boxes of a picture."""
+    """Detected and true boxes of an image."""
 
     found: Tensor
-    """bool (true boxes): whether a prediction found it."""
+    """bool (true boxes): whether a prediction detects it."""
     right: Tensor
-    """bool (found boxes): whether it is a true box that no better prediction found, or lies in a crowd."""
+    """bool (detected boxes): whether it matches a true box that no better prediction matches, or is inside a crowd."""
 
     @property
     def missed(self) -> int:
-        """Number of true boxes that were not found."""
+        """Number of true boxes that were not detected."""
         return int((~self.found).sum())
 
     @property
     def invented(self) -> int:
-        """Number of found boxes that are not true."""
+        """Number of detected boxes without a true box (false positives)."""
         return int((~self.right).sum())
 
 
 def match(boxes: Tensor, labels: Tensor, true_boxes: Tensor, true_labels: Tensor, crowd: Tensor) -> Matched:
-    """Give each found box, the best first, the true box of its class that it overlaps most and that is still free.
+    """Assign to each detected box, the best first, the unassigned true box of its class that it overlaps most.
 
     Args:
-        boxes, labels: (found, 4) and (found), the best first.
+        boxes, labels: (detected, 4) and (detected), the best first.
         true_boxes, true_labels: (true, 4) and (true).
-        crowd: bool (true): such boxes are not missed, and hold any number of found boxes.
+        crowd: bool (true): these boxes never count as missed, and match any number of detected boxes.
     """
     overlap = intersection_over_union(boxes, true_boxes) * (labels[:, None] == true_labels)
     free = (~crowd).clone()

@@ -1,4 +1,4 @@
-"""The models that the options of a detection ask for."""
+"""Choose the models for the options of a detection task."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lockstep_recipes.tasks.vision.detection.options import CENTER, DetectionOpt
 
 
 def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModels:
-    """The object that makes the models that `options` ask for.
+    """The object that makes the models for `options`.
 
     Args:
-        folder: where an earlier start of the run has kept the model's config. None: there is none.
+        folder: the folder in which an earlier start of the run saved the model's config. None: there is none.
     """
     if options.model is None and options.scratch.architecture == CENTER:
         from lockstep_recipes.tasks.vision.detection.center_models import CenterModels

@@ -1,4 +1,4 @@
-"""The questions of a detection task to a model: losses as sums, the units of these sums, and boxes."""
+"""What a detection task needs from a model: losses as sums, the units of these sums, and boxes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lockstep_recipes.tasks.vision.image_models import Models
 
 
-def picture_of_each(counts: Tensor, total: int) -> Tensor:
-    """int64 (total): 0 as often as counts[0] says, 1 as often as counts[1], and so on, without waiting for the device.
+def image_of_each(counts: Tensor, total: int) -> Tensor:
+    """int64 (total): counts[0] times 0, counts[1] times 1, and so on, without waiting for the device.
 
     Args:
         total: the sum of `counts`, which the caller knows from the shape of a tensor.
@@ -23,39 +23,39 @@ def picture_of_each(counts: Tensor, total: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Targets:
-    """The true boxes of a batch of prepared pictures. The boxes of all pictures stand behind each other."""
+    """The true boxes of a batch of prepared images. The boxes of all images are concatenated."""
 
     boxes: Tensor
-    """float32 (boxes, 4): left, top, right and bottom in pixels of the prepared picture."""
+    """float32 (boxes, 4): left, top, right and bottom in pixels of the prepared image."""
     labels: Tensor
     """int64 (boxes): class numbers, from 0."""
     counts: Tensor
-    """int64 (pictures): the number of boxes of each picture."""
+    """int64 (images): the number of boxes of each image."""
     ignored: Tensor
-    """float32 (regions, 4): regions with a crowd of objects. They are neither objects nor background."""
+    """float32 (regions, 4): regions with a crowd of objects. They count neither as objects nor as background."""
     ignored_counts: Tensor
-    """int64 (pictures): the number of ignored regions of each picture."""
+    """int64 (images): the number of ignored regions of each image."""
     shapes: Tensor
-    """int64 (pictures, 2): height and width in pixels of the part of each prepared picture that is no padding. It
-    starts in the upper left corner. In training, an augmentation may leave empty places inside."""
+    """int64 (images, 2): height and width in pixels of each prepared image without padding. This area starts in the
+    upper left corner. In training, an augmentation may leave empty areas inside."""
 
     @property
     def pictures(self) -> Tensor:
-        """int64 (boxes): the picture of each box."""
-        return picture_of_each(self.counts, len(self.boxes))
+        """int64 (boxes): the image of each box."""
+        return image_of_each(self.counts, len(self.boxes))
 
     @property
-    def ignored_pictures(self) -> Tensor:
-        """int64 (regions): the picture of each ignored region."""
-        return picture_of_each(self.ignored_counts, len(self.ignored))
+    def ignored_images(self) -> Tensor:
+        """int64 (regions): the image of each ignored region."""
+        return image_of_each(self.ignored_counts, len(self.ignored))
 
     def by_picture(self) -> list[tuple[Tensor, Tensor]]:
-        """Boxes (n, 4) and labels (n) of each picture."""
+        """Boxes (n, 4) and labels (n) of each image."""
         counts = self.counts.tolist()
         return list(zip(torch.split(self.boxes, counts), torch.split(self.labels, counts), strict=True))
 
     def part(self, begin: int, end: int) -> Targets:
-        """The targets of the pictures from `begin` to before `end`."""
+        """The targets of the images `begin` to `end` - 1."""
         if begin == 0 and end >= len(self.counts):
             return self  # the sums below wait for the device
 
@@ -72,40 +72,40 @@ class Targets:
         )
 
     def units(self) -> Tensor:
-        """The sum over pictures of max(1, boxes of the picture): float32 scalar.
+        """The sum over images of max(1, boxes of the image): float32 scalar.
 
-        This is the unit of losses that background has a part in. In a picture with boxes, the unit is the box. A
-        picture without boxes counts as one, so that it teaches that nothing is there, also in a global batch that has
-        no box at all.
+        This is the unit of losses that background contributes to. In an image with boxes, the unit is the box. An image
+        without boxes counts as one, so that the model learns from it that nothing is there, even in a global batch
+        without any box.
         """
         return self.counts.clamp(min=1).sum().float()
 
 
 class Detections(NamedTuple):
-    """The boxes that a model found in a batch, equally many places for each picture, the best first."""
+    """The boxes that a model detects in a batch, with the same number of entries for each image, the best first."""
 
     boxes: Tensor
-    """float32 (pictures, places, 4): left, top, right and bottom in pixels of the prepared picture."""
+    """float32 (images, entries, 4): left, top, right and bottom in pixels of the prepared image."""
     scores: Tensor
-    """float32 (pictures, places), from 0 to 1, descending. 0 in places without a box."""
+    """float32 (images, entries), from 0 to 1, descending. 0 for entries without a box."""
     labels: Tensor
-    """int64 (pictures, places): class numbers. -1 in places without a box."""
+    """int64 (images, entries): class numbers. -1 for entries without a box."""
 
 
 class DetectionModels(Models):
-    """Makes models of one kind, and knows their losses and their boxes."""
+    """Makes models of one kind, and computes their losses and boxes."""
 
     stretches: Any = False
-    """True if `forward` stretches each picture from its part that is no padding to its whole square."""
+    """True if `forward` removes the padding of each image and stretches it to the whole square."""
     suppresses: ClassVar[bool] = False
     """True if `detections` leaves out boxes that overlap a better box of their class."""
 
     def coefficients(self) -> Mapping[str, float]:
-        """The factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
+        """The factor of each head's mean in the total loss. The default for a head is 1."""
         raise NotImplementedError
 
     def weights(self, targets: Targets) -> dict[str, Tensor]:
-        """The units of each head: scalars, from the labels alone.
+        """The units of each head: scalars, computed only from the labels.
 
         The engine divides the sum of each head over the global batch by the sum of its units over the global batch.
         For most heads the unit is the box (`targets.counts.sum()`) or `targets.units()`.
@@ -116,8 +116,8 @@ class DetectionModels(Models):
         """The outputs of the model, for `losses` and `detections`.
 
         Args:
-            images: (pictures, 3, size, size), normalised.
-            shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
+            images: (images, 3, size, size), normalised.
+            shapes: int64 (images, 2): height and width of each image without padding.
             targets: the true boxes while the model trains, for models that denoise them. Otherwise None.
         """
         raise NotImplementedError
@@ -125,24 +125,24 @@ class DetectionModels(Models):
     def losses(self, model: nn.Module, outputs: Any, targets: Targets) -> dict[str, Tensor]:
         """The SUM of each head's loss over the units that `weights` counts: scalars with the keys of `weights`.
 
-        Every head depends on the outputs, also where a batch has no box: its sum is then zero times an output.
+        Every head depends on the outputs, even for a batch without boxes: its sum is then zero times an output.
         """
         raise NotImplementedError
 
     def detections(self, model: nn.Module, outputs: Any, *, size: tuple[int, int], most: int) -> Detections:
-        """The best boxes of each picture.
+        """The best boxes of each image.
 
         Args:
-            size: height and width in pixels of the prepared pictures.
-            most: the greatest number of boxes of a picture.
+            size: height and width in pixels of the prepared images.
+            most: the maximum number of boxes per image.
         """
         raise NotImplementedError
 
     def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
-        """The best boxes of each picture, before non-maximum suppression, by operations that torch can trace.
+        """The best boxes of each image, before non-maximum suppression, by operations that torch can trace.
 
         Args:
-            images: (pictures, channels, size, size), normalised; with `stretches`, without padding.
-            shapes: as for `forward`. Boxes are in pixels of this part of the pictures, also with `stretches`.
+            images: (images, channels, size, size), normalised; with `stretches`, without padding.
+            shapes: as for `forward`. Boxes are in pixels of this area of the images, also with `stretches`.
         """
         raise NotImplementedError

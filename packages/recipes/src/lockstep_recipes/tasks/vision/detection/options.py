@@ -1,4 +1,4 @@
-"""Options of object detection."""
+"""Options for object detection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
 from lockstep_recipes.tasks.vision.image_options import BatchNormChoice, ImageOptions
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions, Probability
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions, Probability
 
 CENTER = "center"
 
@@ -24,56 +24,55 @@ class ScratchOptions(Section):
 
 
 class DetectionOptions(ImageOptions):
-    """Object detection with a model of transformers, or with a small detector that needs no pretrained weights.
+    """Object detection with a transformers model, or with a small detector that does not need pretrained weights.
 
-    Pictures are resized so that the whole picture fits into a square, with padding at the right and at the bottom.
+    Images are resized so that the whole image fits into a square, with padding at the right and at the bottom.
     """
 
     task: ClassVar[str] = "lockstep_recipes.tasks.vision.detection.task:Detection"
 
     model: str | None = None
-    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, which `scratch`
-    describes."""
+    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by
+    `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
-    """Replace the last layers of a model that already detects other classes."""
+    """Replace the last layers of a model that was trained for different classes."""
     classes: str | list[str] | None = None
     """Names of the classes in the order of their numbers, or a YAML, JSON or text file with the names. None: those of
     the training data."""
     images: str | None = None
-    """The folder of the training pictures, where `data.train` is an annotation file. None: beside the annotations."""
+    """The folder of the training images, if `data.train` is an annotation file. None: next to the annotations."""
     eval_images: str | None = None
-    """The same for evaluation pictures. None: `images`."""
+    """The same for evaluation images. None: `images`."""
     on_bad_boxes: Literal["raise", "skip"] = "raise"
-    """The treatment of a box that is not finite, has no area, or lies outside of its picture: an error, or the box is
-    left out of training and evaluation. `skip` also goes on with many boxes that reach over the edge."""
+    """What to do with a box that is not finite, has no area, or is outside its image: `raise` an error, or `skip` the
+    box in training and evaluation. `skip` also accepts many boxes that extend beyond the edge."""
     difficult: bool = False
-    """Pascal VOC: whether difficult objects are ordinary objects. Otherwise they are regions that do not count."""
+    """Pascal VOC: treat difficult objects as ordinary objects. Otherwise they are ignored regions."""
     augment: AugmentOptions = AugmentOptions(crop="scale_jitter", jitter=(0.6, 1.5))
     mosaic: Probability = 0.0
-    """Probability that a training picture is put together of four pictures: itself, and three drawn from the training
-    data."""
+    """Probability that a training image is a mosaic of four images: itself, and three drawn from the training data."""
     batch_norm: BatchNormChoice = "group"
-    """Statistics that BatchNorm layers use, as for every task on images. If this is not given, a model of transformers
-    has `frozen` with pretrained weights and `batch` without: its exported files cannot say that GroupNorm took their
-    place."""
+    """Statistics that BatchNorm layers use, as in all image tasks. Default for a transformers model: `frozen` with
+    pretrained weights and `batch` without, because its exported files cannot express that GroupNorm replaces
+    BatchNorm."""
     most_boxes: PositiveInt = 300
-    """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""
+    """Maximum number of boxes of a prediction. pycocotools uses at most 100 per image and class."""
     score_threshold: Probability = 0.3
-    """Boxes with a smaller score are neither drawn nor shown, and do not count as invented. Metrics, and predictions in
-    files, have boxes of every score."""
+    """Boxes with a lower score are neither drawn nor shown, and do not count as false positives. Metrics, and
+    predictions in files, include boxes of every score."""
     nms: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """`center`, and pictures in tiles: of two boxes of a class whose overlap (intersection over union) is above this
-    number, the box with the smaller score is left out."""
+    """Non-maximum suppression for `center` and for images in tiles: of two boxes of a class whose intersection over
+    union is above this number, the one with the lower score is removed."""
     tile: PositiveInt | None = None
-    """For evaluations and predictions, a picture with a longer side than this number of pixels is cut into tiles of at
-    most this side, and the boxes of the tiles are put together. None: every picture is seen as a whole."""
+    """In evaluations and predictions, an image with a side of more than this many pixels is split into tiles of at most
+    this side, and the boxes of the tiles are merged. None: every image is processed as a whole."""
     tile_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.25
-    """The least share of a tile that the next tile covers too. An object that is larger than the common part may be
-    found in parts only."""
+    """Minimum fraction of a tile that overlaps the next tile. An object that is larger than the overlap may only be
+    detected in pieces."""
 
     def images_of(self, split: Literal["train", "eval"]) -> str | None:
-        """The folder of the pictures of a part of the data, as `images` or `eval_images` gives it."""
+        """The folder of the images of a split, from `images` or `eval_images`."""
         return self.images if split == "train" else self.eval_images or self.images
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""The overlap of boxes, and the choice among several boxes on the same object."""
+"""The overlap of boxes, and non-maximum suppression."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 _SMALL = 1e-7
-_BLOCK = 512  # boxes that are compared with each other at a time: 13 MB for a picture
+_BLOCK = 512  # boxes to compare with each other at a time: 13 MB per image
 
 
 def area(boxes: Tensor) -> Tensor:
-    """Areas of boxes (..., 4) of left, top, right and bottom: (...). 0 for boxes whose edges are exchanged."""
+    """Areas of boxes (..., 4) of left, top, right and bottom: (...). 0 for boxes with swapped edges."""
     return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(-1)
 
 
@@ -25,7 +25,7 @@ def intersection_over_union(first: Tensor, second: Tensor) -> Tensor:
 def generalised_overlap(first: Tensor, second: Tensor) -> Tensor:
     """Generalised intersection over union of pairs of boxes (..., 4): (...), from -1 to 1.
 
-    No edges of a box may be exchanged. Source: Rezatofighi et al. 2019, arXiv:1902.09630.
+    The edges of boxes must not be swapped. Source: Rezatofighi et al. 2019, arXiv:1902.09630.
     """
     # Edge by edge: the gradient of `prod` would wait for the device, and rows of two numbers would be slow.
     (left, top, right, bottom), (left_2, top_2, right_2, bottom_2) = first.unbind(-1), second.unbind(-1)
@@ -39,14 +39,14 @@ def generalised_overlap(first: Tensor, second: Tensor) -> Tensor:
 
 
 def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
-    """Greedy non-maximum suppression within each class: which boxes are left out.
+    """Greedy non-maximum suppression within each class: which boxes are removed.
 
-    A box is left out if a box of its class before it, which remains, overlaps it by more than `most`.
+    A box is removed if an earlier remaining box of its class overlaps it by more than `most`.
 
     Args:
         boxes: (..., n, 4), the best first.
         labels: (..., n): boxes of different labels do not compete.
-        most: the greatest intersection over union, from 0 to 1. 1: no box is left out.
+        most: the maximum intersection over union, from 0 to 1. 1: no box is removed.
 
     Returns:
         bool (..., n).
@@ -63,17 +63,17 @@ def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
 
 
 def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None = None) -> Tensor:
-    """The boxes of a picture that `suppressed` does not leave out, with little memory for any number of boxes.
+    """The boxes of an image that `suppressed` does not remove, with little memory for any number of boxes.
 
-    Boxes are taken in blocks. Each block is compared with the boxes that remain of earlier blocks, and then with
+    Boxes are processed in blocks. Each block is compared with the remaining boxes of earlier blocks, and then with
     itself.
 
     Args:
         boxes, labels, most: (n, 4), (n) and a number, as in `suppressed`.
-        count: stop when so many boxes remain. None: look at all.
+        count: stop when this many boxes remain. None: process all.
 
     Returns:
-        int64 (boxes that remain): their places, the best first.
+        int64 (remaining boxes): their indices, the best first.
     """
     kept = torch.arange(0, device=boxes.device)
     for begin in range(0, len(boxes), _BLOCK):
@@ -88,14 +88,14 @@ def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None =
 
 
 def _suppressed_at_once(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
-    """`suppressed`, with memory for n x n numbers of each picture.
+    """`suppressed`, with memory for n x n numbers of each image.
 
     The greedy choice is the fixed point of an iteration on all boxes at once (Zheng et al. 2020, arXiv:2005.03572,
     section 4.2).
     """
     earlier = _competes(boxes, labels, boxes, labels, most).triu(1)  # [i, j]: box i comes before box j
     gone = torch.zeros_like(labels, dtype=torch.bool)
-    for _ in range(boxes.shape[-2]):  # the first k boxes are right after k rounds; usually a few rounds are enough
+    for _ in range(boxes.shape[-2]):  # the first k boxes are correct after k rounds; usually a few rounds are enough
         now = (earlier & ~gone[..., :, None]).any(-2)
         if torch.equal(now, gone):
             break

@@ -1,4 +1,4 @@
-"""Texts and pictures that show data, predictions and results of detection to people."""
+"""Texts and figures that present data, predictions and results of detection."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ Output = Mapping[str, Tensor]
 
 
 class DetectionPresenter(ImagePresenter):
-    """Shows image, true and found boxes side by side, and the average precision of each class. INPUT arguments are
-    pictures, folders of pictures, and a COCO file that names pictures."""
+    """Presents image, true and detected boxes side by side, and the average precision of each class. INPUT arguments
+    are images, folders of images, and a COCO file that names images."""
 
     task: Detection
-    picture_side = _SIDE
+    image_side = _SIDE
 
     def __init__(self, task: Detection) -> None:
         super().__init__(task)
         self._numbers: CocoNumbers | None = None
-        """The numbers of the pictures of `inputs`. None: the samples are evaluation samples."""
+        """The ids of the images of `inputs`. None: the samples are evaluation samples."""
 
     def inputs(self, arguments: Sequence[str]) -> UnlabelledImages:
-        """The pictures that the arguments name: files, folders, patterns, shards, and a COCO file.
+        """The images that the arguments name: files, folders, patterns, shards, and a COCO file.
 
-        Pictures have the ids of this file, or of the run's own COCO file; see `coco_inputs`.
+        Images have the ids of this file, or of the run's own COCO file; see `coco_inputs`.
         """
         task, options = self.task, self.task.options
         sources = [RunSource(task.train_source, "train", options.images)]
@@ -57,15 +57,15 @@ class DetectionPresenter(ImagePresenter):
     # ---- one sample
 
     def describe(self, output: Output) -> dict[str, Any]:
-        """`boxes`: those with at least `score_threshold`, the best first, with class, score, and left, top, right and
-        bottom in pixels of the original picture. `best_score`: the highest score of any box; 0 without boxes."""
+        """`boxes`: boxes with at least `score_threshold`, the best first, with class, score, and left, top, right and
+        bottom in pixels of the original image. `best_score`: the highest score of any box; 0 without boxes."""
         boxes, scores, labels = _shown(output, self.task.options.score_threshold)
         return {
             "boxes": [
                 {"class": self.task.classes[label], "score": round(score, _DIGITS), "box": _rounded(box)}
                 for box, score, label in zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
             ],
-            # After a short training, the best scores of pictures differ in later digits than those that people read.
+            # After a short run, the best scores of images differ only in digits that would not be shown.
             "best_score": round(float(output["scores"].max()), _MORE_DIGITS) if len(output["scores"]) else 0.0,
         }
 
@@ -77,7 +77,7 @@ class DetectionPresenter(ImagePresenter):
     def rows(self, sample: BoxedImage, output: Output) -> list[dict[str, Any]]:
         """A row of COCO's results for each box of any score.
 
-        `image_id`, of pictures that a COCO file numbers; `file_name`; `category_id`, by the same file, or by the
+        `image_id`, for images with an id in a COCO file; `file_name`; `category_id`, from the same file, or from the
         training data (-1: the file does not declare the class); `bbox` (left, top, width and height in pixels);
         `score`; and `class`, its name.
         """
@@ -96,7 +96,7 @@ class DetectionPresenter(ImagePresenter):
         ]
 
     def _category_ids(self) -> tuple[bool, Sequence[int]]:
-        """True if ids of pictures are those of a COCO file, and the number of each class in this file."""
+        """Whether image ids are from a COCO file, and the number of each class in this file."""
         about = self.task.about
         if self._numbers is None:
             data: Any = self.task.eval_data()
@@ -105,7 +105,7 @@ class DetectionPresenter(ImagePresenter):
         return True, about.category_ids if named is None else [named.get(name, -1) for name in about.classes]
 
     def files(self, sample: BoxedImage, output: Output) -> Mapping[str, bytes]:
-        """The picture with its boxes that have at least `score_threshold`, and below it a legend of their classes."""
+        """The image with its boxes of at least `score_threshold`, and below it a legend of their classes."""
         boxes, scores, labels = self._in_pixels(sample, output)
         drawn = self._drawn(sample.pixels, boxes, labels, scores)
         scale = drawing.scale_of(max(drawn.shape))
@@ -118,7 +118,7 @@ class DetectionPresenter(ImagePresenter):
         return boxes * boxes.new_tensor([width, height, width, height]), scores, labels
 
     def picture(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> Any:
-        """The image, and beside it the true boxes and the found boxes with at least `score_threshold`, with a legend of
+        """The image, next to it the true boxes and the detected boxes with at least `score_threshold`, with a legend of
         the classes that occur. A training sample is shown as the model sees it."""
         third = _SIDE // 3
         if output is None:
@@ -141,7 +141,7 @@ class DetectionPresenter(ImagePresenter):
         self, image: Any, boxes: Tensor, labels: Tensor, scores: Tensor | None = None, side: int | None = None
     ) -> Any:
         """The image with boxes in the colours of their classes; the best box is drawn last. Boxes with scores have
-        texts."""
+        captions."""
         order = list(reversed(range(len(boxes))))
         colors = drawing.palette(len(self.task.classes))[labels.cpu().numpy()].reshape(-1, 3)[order]
         corners, texts = boxes.cpu().numpy()[order], []
@@ -151,7 +151,7 @@ class DetectionPresenter(ImagePresenter):
         return drawing.with_boxes(image, corners, texts, colors, side=side)
 
     def _with_legend(self, picture: Any, labels: Tensor, scale: float = 1.0) -> Any:
-        """The picture, and below it the names and colours of the classes that occur."""
+        """The image, and below it the names and colours of the classes that occur."""
         seen = sorted(set(labels.tolist()))
         if not seen:
             return picture
@@ -160,23 +160,23 @@ class DetectionPresenter(ImagePresenter):
         return drawing.stacked([picture, drawing.legend(names, colors, width=picture.shape[1], scale=scale)])
 
     def caption(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> str:
-        """The name of the picture; of an evaluation also the numbers of true, missed and invented boxes."""
+        """The name of the image. In evaluations, also the numbers of true boxes, missed boxes and false positives."""
         lines = [str(sample.name)]
         if output is not None:
             found, _, labels = self._in_pixels(sample, output)
             true = (torch.as_tensor(part) for part in (sample.boxes, sample.labels, sample.crowd))
             matched = match(found, labels, *true)
-            lines.append(f"{len(sample.boxes)} boxes, {matched.missed} missed, {matched.invented} invented")
+            lines.append(f"{len(sample.boxes)} boxes, {matched.missed} missed, {matched.invented} false positives")
         return "\n".join(lines)
 
     def _matched(self, output: Output, boxes: Tensor, labels: Tensor, crowd: Tensor) -> Matched:
-        """The boxes to show, matched with true boxes in pixels of the original picture."""
+        """The boxes to show, matched with true boxes in pixels of the original image."""
         found, _, found_labels = _shown(output, self.task.options.score_threshold)
         return match(found.cpu().float(), found_labels.cpu(), boxes.float(), labels, crowd)
 
     def mistakes(self, output: Output, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """The number of missed and invented boxes of each picture, among the boxes with at least `score_threshold`;
-        -inf for a picture without a known truth."""
+        """The number of missed boxes and false positives of each image, for boxes with at least `score_threshold`;
+        -inf for an image without a known truth."""
         numbers = []
         for place, image_id in enumerate(batch["ids"].tolist()):
             true = self.task.true_boxes(image_id)
@@ -197,14 +197,14 @@ class DetectionPresenter(ImagePresenter):
         return "\n".join(["average precision by class (IoU 0.50 to 0.95):", *lines]) if lines else ""
 
     def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, npt.NDArray[np.uint8]]:
-        """`precision_recall`: precision over recall of each class, at IoU 0.50."""
+        """`precision_recall`: the precision-recall curve of each class, at IoU 0.50."""
         if "precision_recall" not in values:
             return {}
         pairs = zip(self.task.classes, values["precision_recall"].cpu().numpy(), strict=True)
         series = {f"{name} {row.mean():.2f}": (_RECALLS, row) for name, row in pairs if (row > -1).all()}
         if not series:
             return {}
-        title = "precision over recall at IoU 0.50, with the average precision"
+        title = "precision-recall curve at IoU 0.50, with the average precision"
         return {"precision_recall": diagrams.panels({"": series}, title=title, x_label="recall", y_label="precision")}
 
     def of_data(self, name: str, data: Any) -> list[str]:
@@ -219,7 +219,7 @@ class DetectionPresenter(ImagePresenter):
 
     def of_evaluation(self) -> list[str]:
         tile = self.task.options.tile
-        return [f"evaluation: pictures larger than {tile} pixels are cut into tiles"] if tile else []
+        return [f"evaluation: images larger than {tile} pixels are split into tiles"] if tile else []
 
     def program(self, model: nn.Module) -> Program:
         """Boxes, scores and labels in squares: see `detection.program`."""
@@ -240,7 +240,7 @@ class DetectionPresenter(ImagePresenter):
 
 
 def _shown(output: Output, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Boxes, scores and labels of one picture, without empty places and boxes with smaller scores."""
+    """Boxes, scores and labels of one image, without empty entries and boxes with lower scores."""
     kept = (output["labels"] >= 0) & (output["scores"] >= threshold)
     return output["boxes"][kept], output["scores"][kept], output["labels"][kept]
 

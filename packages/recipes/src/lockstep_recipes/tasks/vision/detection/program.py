@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from lockstep.core.program import Program
 from lockstep_recipes.tasks.vision.detection.models import Detections
-from lockstep_recipes.tasks.vision.image_program import PICTURES
+from lockstep_recipes.tasks.vision.image_program import SCRIPT
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.detection.task import Detection
@@ -31,12 +31,11 @@ class _BoxesInSquares(nn.Module):
 
 
 def program(task: Detection, model: nn.Module) -> Program:
-    """The computation of a detector for squares.
+    """The program of a detector for squares.
 
     The inputs are `images`, float32 (squares, channels, size, size) from 0 to 255, and `shapes`, int64 (squares, 2):
-    height and width of the part of each square that is no padding. Models that see no padding get squares without
-    padding, to which pictures are stretched. The outputs are boxes, scores and labels as in `Detections`, before
-    non-maximum suppression.
+    height and width of each image without padding. Models that do not accept padding get images that are stretched to
+    the whole square. The outputs are boxes, scores and labels as in `Detections`, before non-maximum suppression.
     """
     size = task.options.size_for_evaluation(task.about.size)
     draw = torch.Generator().manual_seed(0)
@@ -47,5 +46,5 @@ def program(task: Detection, model: nn.Module) -> Program:
         {"images": images, "shapes": shapes},
         {"images": {0: Dim.AUTO}, "shapes": {0: Dim.AUTO}},
         {"images": images[1:], "shapes": shapes[1:]},
-        script=PICTURES,
+        script=SCRIPT,
     )

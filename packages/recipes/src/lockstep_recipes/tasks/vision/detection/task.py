@@ -1,4 +1,4 @@
-"""Object detection: boxes with classes in pictures."""
+"""Object detection: boxes with classes in images."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.vision.detection.model_choice import models_for
-from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Detections, Targets, picture_of_each
+from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Detections, Targets, image_of_each
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
-from lockstep_recipes.tasks.vision.detection.views import View, in_picture, views
+from lockstep_recipes.tasks.vision.detection.views import View, in_image, views
 from lockstep_recipes.tasks.vision.image_task import About, ImageTask
-from lockstep_recipes.tasks.vision.pictures.augment import train_picture
-from lockstep_recipes.tasks.vision.pictures.mosaic import draw_others, mosaic
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, stack_images
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
+from lockstep_recipes.tasks.vision.images.augment import train_image
+from lockstep_recipes.tasks.vision.images.mosaic import draw_others, mosaic
 from lockstep_recipes.tasks.vision.readers.boxed_images import (
     BoxedImage,
     BoxedImages,
@@ -39,44 +39,44 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 
-_NO_ID = -1  # of pictures to predict that no file numbers: nothing looks for it
-_VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles than that and more than pictures
+_NO_ID = -1  # for images to predict that are not in a file; never looked up
+_VIEWS = 8  # tiles to process at a time, if a batch has more tiles than this and more tiles than images
 
 
 @dataclass(frozen=True)
 class DetectionAbout(About):
-    """The facts that the task keeps with the run. `counts` are boxes."""
+    """What the task stores with the run. `counts` are numbers of boxes."""
 
     category_ids: list[int]
-    """The number of each class in the annotation file of the training data. Files of predictions use these numbers."""
+    """The number of each class in the annotation file of the training data. Prediction files use these numbers."""
 
 
 @final
 class Detection(ImageTask):
     """Each image has any number of boxes with classes. The metrics are COCO's, by pycocotools.
 
-    A batch is a dict. A picture has one view, or several if it is cut into tiles for an evaluation:
+    A batch is a dict. An image has one view, or several if it is split into tiles for an evaluation:
 
     | key | | |
     |---|---|---|
-    | `images` | uint8 (views, channels, size, size) | the pictures, each fitted into a square |
-    | `boxes` | float32 (boxes, 4) | those of all views, in pixels of the views |
-    | `labels`, `crowd` | int64 (boxes), bool (boxes) | their class numbers, and which stand for a group of objects |
-    | `objects`, `regions` | int64 | places in `boxes` of those that are no crowds, and of the crowds |
-    | `counts` | int64 (views) | boxes of each view |
-    | `shapes` | int64 (views, 2) | height and width of the part of each view that is no padding |
-    | `scale`, `offset` | float32 (views, 2) | the way back to the original picture, as in `views.View` |
-    | `views` | int64 (pictures) | views of each picture |
-    | `sizes` | int64 (pictures, 2) | height and width of the original pictures |
-    | `ids` | int64 (pictures) | their ids in the annotation file |
+    | `images` | uint8 (views, channels, size, size) | the images, each fitted into a square |
+    | `boxes` | float32 (boxes, 4) | the boxes of all views, in pixels of the views |
+    | `labels`, `crowd` | int64 (boxes), bool (boxes) | their class numbers, and whether they mark a group of objects |
+    | `objects`, `regions` | int64 | indices in `boxes` of single objects, and of crowds |
+    | `counts` | int64 (views) | number of boxes of each view |
+    | `shapes` | int64 (views, 2) | height and width of each view without padding |
+    | `scale`, `offset` | float32 (views, 2) | the mapping to the original image, as in `views.View` |
+    | `views` | int64 (images) | number of views of each image |
+    | `sizes` | int64 (images, 2) | height and width of the original images |
+    | `ids` | int64 (images) | their ids in the annotation file |
 
-    An output is a dict of `boxes`: float32 (pictures, `most_boxes`, 4), left, top, right and bottom in pixels of the
-    original picture; `scores`: float32 (pictures, `most_boxes`), descending; and `labels`: int64 (pictures,
-    `most_boxes`), -1 in places without a box.
+    An output is a dict of `boxes`: float32 (images, `most_boxes`, 4), left, top, right and bottom in pixels of the
+    original image; `scores`: float32 (images, `most_boxes`), descending; and `labels`: int64 (images, `most_boxes`), -1
+    for entries without a box.
 
     Args:
-        train, eval: sources of pictures with boxes: see `tasks.vision.readers.boxed_images.read_boxed_images`.
-        cache: keep decoded pictures on disk, as `data.cache` says.
+        train, eval: sources of images with boxes: see `tasks.vision.readers.boxed_images.read_boxed_images`.
+        cache: options of the disk cache of decoded images (`data.cache`).
     """
 
     presenter = DetectionPresenter
@@ -103,7 +103,7 @@ class Detection(ImageTask):
 
     @cached_property
     def models(self) -> DetectionModels:
-        """The object that makes the model, and knows its losses and boxes."""
+        """The object that makes the model, and computes its losses and boxes."""
         return models_for(self.options, self.folder)
 
     # ---- data
@@ -126,10 +126,10 @@ class Detection(ImageTask):
         found: Mapping[str, float] = self.models.coefficients()
         return found
 
-    # ---- from a picture to a batch
+    # ---- from an image to a batch
 
     def prepare(self, sample: BoxedImage, epoch: int, training: bool) -> dict[str, Any]:
-        """The views of a picture: in training a single view, augmented."""
+        """The views of an image. In training, a single augmented view."""
         options, default = self.options, self.about.size
         picture = _picture(sample)
         labels, crowd = torch.as_tensor(sample.labels), torch.as_tensor(sample.crowd)
@@ -142,12 +142,12 @@ class Detection(ImageTask):
                 labels = torch.cat([torch.as_tensor(one.labels) for one in samples])
                 crowd = torch.cat([torch.as_tensor(one.crowd) for one in samples])
             else:
-                changed = train_picture(picture, size, options.augment)
+                changed = train_image(picture, size, options.augment)
             seen = [View(changed, changed.size, (1.0, 1.0), (0, 0))]
         else:
             seen = views(picture, options.size_for_evaluation(default), options)
         indices = [view.picture.box_indices for view in seen]
-        # The cache may have reduced the picture.
+        # The cache may have reduced the image.
         reduced = sample.size[1] / picture.size[1], sample.size[0] / picture.size[0]
         return {
             "views": seen,
@@ -189,9 +189,9 @@ class Detection(ImageTask):
 
     @staticmethod
     def targets(batch: Batch) -> Targets:
-        """The true boxes of the views of a batch; crowds are regions that are ignored."""
+        """The true boxes of the views of a batch. Crowds are ignored regions."""
         crowd, counts = batch["crowd"], batch["counts"]
-        view = picture_of_each(counts, len(crowd))
+        view = image_of_each(counts, len(crowd))
         ignored_counts = torch.zeros_like(counts).index_add_(0, view, crowd.to(counts.dtype))
         objects, regions = batch["objects"], batch["regions"]
         return Targets(
@@ -209,7 +209,7 @@ class Detection(ImageTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         targets = self.targets(batch)
-        if model.training:  # mAP needs all detections at once, so there is none of the training
+        if model.training:  # mAP needs all detections at once, so there is none for training
             outputs = self._forward(model, batch["images"], targets, training=True)
             return self.models.losses(model, outputs, targets)
         losses: dict[str, Tensor] = {}
@@ -224,7 +224,8 @@ class Detection(ImageTask):
         return self.models.forward(model, self.normalised(model, images), targets.shapes, targets if training else None)
 
     def _parts(self, model: nn.Module, batch: Batch, targets: Targets) -> Iterator[tuple[Any, Targets]]:
-        """The outputs of the views of a batch, and their targets; of tiles a few at a time, to save memory."""
+        """The outputs of the views of a batch, and their targets. Tiles are processed a few at a time, to save
+        memory."""
         images, step = batch["images"], max(len(batch["ids"]), _VIEWS)
         for begin in range(0, len(images), step):
             part = targets.part(begin, begin + step)
@@ -233,7 +234,7 @@ class Detection(ImageTask):
     # ---- outputs
 
     def predict(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """The boxes of each picture, in pixels of the original picture."""
+        """The boxes of each image, in pixels of the original image."""
         parts = self._parts(model, batch, self.targets(batch))
         return self._together([self._detections(model, outputs, batch) for outputs, _ in parts], batch)
 
@@ -243,9 +244,9 @@ class Detection(ImageTask):
         return found
 
     def _together(self, parts: list[Detections], batch: Batch) -> dict[str, Tensor]:
-        """The boxes of pictures from those of their views, all with `most_boxes` places."""
+        """The boxes of images from those of their views, with `most_boxes` entries each."""
         boxes, scores, labels = (torch.cat(part) for part in zip(*parts, strict=True))
-        boxes = in_picture(boxes.float(), batch["scale"], batch["offset"])
+        boxes = in_image(boxes.float(), batch["scale"], batch["offset"])
         if len(batch["views"]) < len(boxes):
             boxes, scores, labels = self._of_tiles(boxes, scores, labels, batch)
         limit = batch["sizes"].flip(1).repeat(1, 2)[:, None].to(boxes)
@@ -258,7 +259,7 @@ class Detection(ImageTask):
         }
 
     def _of_tiles(self, boxes: Tensor, scores: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The boxes of pictures from those of their tiles: (pictures, places, ...)."""
+        """The boxes of images from those of their tiles: (images, entries, ...)."""
         counts = batch["views"].tolist()
         pictures = zip(*(torch.split(part, counts) for part in (boxes, scores, labels)), strict=True)
         merged = [self._merged(*picture) for picture in pictures]
@@ -269,7 +270,7 @@ class Detection(ImageTask):
         return boxes, scores, labels
 
     def _merged(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The boxes of one picture from those of its tiles (tiles, places): the best first, without doubles."""
+        """The boxes of one image from those of its tiles (tiles, entries): the best first, without duplicates."""
         order = scores.flatten().argsort(descending=True, stable=True)
         order = order[labels.flatten()[order] >= 0]
         boxes, scores, labels = boxes.flatten(0, 1)[order], scores.flatten()[order], labels.flatten()[order]
@@ -290,12 +291,12 @@ class Detection(ImageTask):
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """The place of each evaluation picture by its id."""
+        """The index of each evaluation image by its id."""
         return {image_id: place for place, image_id in enumerate(self._truth().annotations.image_ids.tolist())}
 
     def true_boxes(self, image_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The true boxes of an evaluation picture: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
-        (n), and whether each is a crowd (n). None if there is no such picture."""
+        """The true boxes of an evaluation image: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
+        (n), and whether each is a crowd (n). None if there is no such image."""
         if self._eval is None or image_id not in self._places:
             return None
         found = self._truth().annotations
@@ -309,5 +310,5 @@ class Detection(ImageTask):
         metrics.update(output["boxes"], output["scores"], output["labels"], batch["ids"])
 
 
-def _picture(sample: BoxedImage) -> Picture:
-    return Picture.from_pixels(sample.pixels, boxes=torch.as_tensor(sample.boxes))
+def _picture(sample: BoxedImage) -> AnnotatedImage:
+    return AnnotatedImage.from_pixels(sample.pixels, boxes=torch.as_tensor(sample.boxes))

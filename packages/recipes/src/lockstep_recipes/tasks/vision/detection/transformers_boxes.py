@@ -1,4 +1,4 @@
-"""From pictures and boxes of a batch to the inputs of transformers' detectors, and from their outputs to boxes."""
+"""Convert images and boxes of a batch to the inputs of transformers' detectors, and their outputs to boxes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lockstep_recipes.tasks.vision.detection.transformers_losses import Labels, 
 
 
 class Outputs(NamedTuple):
-    """The findings of a detector of transformers in a batch."""
+    """The detections of a transformers detector in a batch."""
 
     predictions: Predictions
     shapes: Tensor
-    """int64 (pictures, 2): height and width of the part of each picture that is no padding. Boxes are shares of it."""
+    """int64 (images, 2): height and width of each image without padding. Boxes are fractions of this area."""
 
 
 def inside_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
-    """True for pixels that are no padding: bool (pictures, height, width).
+    """True for pixels that are not padding: bool (images, height, width).
 
     Args:
-        shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
-        size: height and width of the pictures with padding.
+        shapes: int64 (images, 2): height and width of each image without padding.
+        size: height and width of the images with padding.
     """
     rows = torch.arange(size[0], device=shapes.device) < shapes[:, :1]
     columns = torch.arange(size[1], device=shapes.device) < shapes[:, 1:]
@@ -33,13 +33,13 @@ def inside_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def stretch(images: Tensor, shapes: Tensor) -> Tensor:
-    """The pictures without their padding, stretched to the size that they had with it.
+    """The images without their padding, stretched to their size with padding.
 
     Args:
-        images: (pictures, channels, height, width).
-        shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
+        images: (images, channels, height, width).
+        shapes: int64 (images, 2): height and width of each image without padding.
     """
-    if images.is_meta:  # nothing but its size is known
+    if images.is_meta:  # only its size is known
         return images
     size = (images.shape[-2], images.shape[-1])
     parts = [
@@ -54,7 +54,7 @@ def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def labels_of(targets: Targets, dtype: torch.dtype) -> Labels:
-    """The true boxes as transformers' models want them: centre, width and height as shares of the picture."""
+    """The true boxes in the form that transformers models take: centre, width and height as fractions of the image."""
     labels = []
     for (boxes, classes), (height, width) in zip(targets.by_picture(), targets.shapes.tolist(), strict=True):
         left, top, right, bottom = (boxes.to(dtype) / boxes.new_tensor([width, height, width, height])).unbind(1)
@@ -64,12 +64,13 @@ def labels_of(targets: Targets, dtype: torch.dtype) -> Labels:
 
 
 def boxes_of(outputs: Outputs, *, scores: Literal["softmax", "sigmoid"], most: int) -> Detections:
-    """The best boxes of each picture, as transformers' image processors choose them.
+    """The best boxes of each image, chosen like transformers' image processors do.
 
     Args:
-        scores: `softmax`: each query has a box of its most probable class; the last logit says that there is no object.
-            `sigmoid`: each pair of a query and a class may be a box.
-        most: the greatest number of boxes of a picture. There are as many places, or as many as the model has boxes.
+        scores: `softmax`: each query has a box of its most probable class; the last logit means that there is no
+            object. `sigmoid`: each pair of a query and a class may be a box.
+        most: the maximum number of boxes per image. The result has this many entries, or as many as the model has
+            boxes.
     """
     predictions = outputs.predictions
     logits, queries = predictions.logits, predictions.logits.shape[1]

@@ -1,8 +1,8 @@
-"""Losses of transformers' detectors, as sums over units that the labels alone determine.
+"""Losses of transformers' detectors, as sums over units that depend only on the labels.
 
-The detectors of transformers match each true box with a query, and divide their losses by the number of boxes of a
-batch on one rank. Here the same matching and the same terms give sums instead, for all decoder layers together. The
-engine divides them by the number of boxes of the global batch.
+The detectors in transformers match each true box with a query, and divide their losses by the number of boxes of a
+batch on one rank. Here, the same matching and the same terms give sums instead, over all decoder layers. The engine
+divides them by the number of boxes of the global batch.
 
 Sources: Carion et al., DETR, arXiv:2005.12872; Zhu et al., Deformable DETR, arXiv:2010.04159; Zhao et al., RT-DETR,
 arXiv:2304.08069; Peng et al., D-FINE, arXiv:2410.13842.
@@ -23,22 +23,22 @@ from lockstep.core.foreign_errors import optional
 
 Layer = dict[str, Tensor]
 Labels = list[dict[str, Tensor]]
-"""For each picture: `class_labels`, int64 (boxes), and `boxes` (boxes, 4): centre, width and height, as shares of the
-picture's width and height."""
+"""For each image: `class_labels`, int64 (boxes), and `boxes` (boxes, 4): centre, width and height, as fractions of the
+image's width and height."""
 Matches = list[tuple[Tensor, Tensor]]
-"""For each picture: numbers of queries, and numbers of the true boxes that belong to them."""
+"""For each image: numbers of queries, and numbers of the true boxes that belong to them."""
 
 _DISTILLATION_TEMPERATURE = 5
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The arguments that a model of transformers passes to its loss."""
+    """The arguments that a transformers model passes to its loss."""
 
     logits: Tensor
-    """(pictures, queries, logits) of the last decoder layer."""
+    """(images, queries, logits) of the last decoder layer."""
     boxes: Tensor
-    """(pictures, queries, 4) of the last decoder layer: centre, width and height, as shares of the picture."""
+    """(images, queries, 4) of the last decoder layer: centre, width and height, as fractions of the image."""
     all_logits: Tensor | None = None
     """The logits of all decoder layers. The dimension of the layers differs from model to model."""
     all_boxes: Tensor | None = None
@@ -47,7 +47,7 @@ class Predictions:
     """Arguments that only some models pass."""
 
     def full_precision(self) -> Predictions:
-        """The same in float32, where it has 16 bits: sums over many boxes need more."""
+        """The same in float32 if it has 16 bits: sums over many boxes need more precision."""
         more = {key: _full(value) for key, value in self.more.items()}
         return Predictions(
             _full(self.logits), _full(self.boxes), _full(self.all_logits), _full(self.all_boxes), more=more
@@ -64,20 +64,20 @@ def keep_predictions(
     outputs_coord: Tensor | None = None,
     **more: Any,
 ) -> tuple[None, dict[str, Predictions], None]:
-    """A loss function for a model of transformers that computes no loss. The model's `loss_dict` then has the
+    """A loss function for a transformers model that does not compute a loss. The model's `loss_dict` then contains the
     predictions of all its layers."""
     kept = {key: value for key, value in more.items() if value is not None}
     return None, {"predictions": Predictions(logits, pred_boxes, outputs_class, outputs_coord, more=kept)}, None
 
 
 class SetLosses:
-    """The losses of one family of detectors. Here are those with DETR's layers.
+    """The losses of one family of detectors. This class is for those with DETR's layers.
 
     Heads: `class`; `box`, the L1 distance; `giou`, 1 - generalised IoU. The unit of all heads is the box.
 
     Args:
-        kind: the module of transformers with the losses.
-        matcher: its class that matches boxes.
+        kind: the transformers module with the losses.
+        matcher: the class in it that matches boxes.
     """
 
     criterion: Any
@@ -97,13 +97,13 @@ class SetLosses:
         """The units of each head: float64 scalars.
 
         Args:
-            counts: int64 (pictures): the number of true boxes of each picture.
+            counts: int64 (images): the number of true boxes of each image.
         """
         boxes = counts.sum().double()
         return {"class": boxes, "box": boxes, "giou": boxes}
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
-        """The sum of each head over its units, of all layers together. The logits say how many classes there are."""
+        """The sum of each head over its units, for all layers together. The number of classes comes from the logits."""
         heads = _Heads()
         for layer in _detr_layers(predictions):
             matches = match(self.criterion.matcher, layer, labels)
@@ -117,7 +117,7 @@ class SetLosses:
 
 
 class SoftmaxLosses(SetLosses):
-    """DETR, Table Transformer and YOLOS: each query has a class or none.
+    """DETR, Table Transformer and YOLOS: each query has one class or none.
 
     `class` is weighted cross-entropy over all queries. Its unit is a query with a box. A query without a box counts as
     `eos_coefficient` units.
@@ -133,7 +133,7 @@ class SoftmaxLosses(SetLosses):
         return {**super().weights(counts), "class": self._query_units(counts)}
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
-        # transformers keeps this weight in float32. Cross-entropy wants the type of the logits.
+        # transformers keeps this weight in float32. Cross-entropy requires the type of the logits.
         class_weight = predictions.logits.new_ones(predictions.logits.shape[-1])
         class_weight[-1] = self.no_object
         self.criterion.empty_weight = class_weight
@@ -150,7 +150,8 @@ class SoftmaxLosses(SetLosses):
 
 
 class FocalLosses(SetLosses):
-    """Deformable DETR, Conditional DETR and DAB-DETR: each class of each query is a yes or a no: focal loss."""
+    """Deformable DETR, Conditional DETR and DAB-DETR: each class of each query is a binary decision, with focal
+    loss."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, kind="loss_deformable_detr", matcher="DeformableDetrHungarianMatcher")
@@ -164,7 +165,7 @@ class FocalLosses(SetLosses):
 class VarifocalLosses(SetLosses):
     """RT-DETR, versions 1 and 2.
 
-    Heads: `class`, varifocal loss; `box` and `giou` as DETR has them. The unit of all heads is the box. The layers are
+    Heads: `class`, varifocal loss; `box` and `giou` as in DETR. The unit of all heads is the box. The layers are
     those of the decoder, the queries that the encoder chose, and the denoised boxes, divided by their number of copies.
     """
 
@@ -203,11 +204,11 @@ class FineLosses(VarifocalLosses):
     """D-FINE. Its boxes are distributions over distances from a reference point.
 
     Heads: those of RT-DETR; `corners`, the fine-grained localisation loss, whose unit is the box; and `distillation`,
-    the decoupled distillation focal loss, whose unit is the picture.
+    the decoupled distillation focal loss, whose unit is the image.
 
-    transformers balances queries with a box against others by square roots of their numbers in a batch, which are no
-    sums over pictures. Here these are the numbers of each picture. The two are equal where all pictures of a
-    batch have equally many boxes.
+    transformers balances queries with and without a box by square roots of their numbers in a batch, which are not sums
+    over images. Here, the numbers of each image are used. The two are equal if all images of a batch have the same
+    number of boxes.
     """
 
     def __init__(self, config: Any) -> None:
@@ -223,7 +224,7 @@ class FineLosses(VarifocalLosses):
         return {**units, "corners": units["box"], "distillation": torch.tensor(float(len(counts)), dtype=torch.float64)}
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
-        # The head `corners` also exists where no layer has distributions, so that all ranks have the same heads.
+        # The head `corners` exists even if no layer has distributions, so that all ranks have the same heads.
         sums = super().sums(predictions, labels)
         nothing = predictions.logits.sum() * 0
         return {"corners": nothing, "distillation": nothing, **sums}
@@ -246,7 +247,7 @@ class FineLosses(VarifocalLosses):
 
 
 def match(matcher: Any, layer: Layer, labels: Labels) -> Matches:
-    """The queries of true boxes, of smallest total cost (the Hungarian algorithm, on the CPU)."""
+    """The queries of true boxes with the smallest total cost (Hungarian algorithm, on the CPU)."""
     if any(len(label["boxes"]) for label in labels):
         found: Matches = matcher(layer, labels)
         return found
@@ -269,7 +270,7 @@ class _Heads:
 
 
 def _detr_layers(predictions: Predictions) -> list[Layer]:
-    """The last layer, and the layers before it where the model's config has `auxiliary_loss`."""
+    """The last layer, and the earlier layers if the model's config has `auxiliary_loss`."""
     layers = [{"logits": predictions.logits, "pred_boxes": predictions.boxes}]
     if predictions.all_logits is not None and predictions.all_boxes is not None:
         before = zip(predictions.all_logits[:-1], predictions.all_boxes[:-1], strict=True)
@@ -299,10 +300,10 @@ def _two_stage_layers(predictions: Predictions, *, auxiliary: bool) -> tuple[lis
 
 
 def _unstack(stacked: Mapping[str, Tensor], *, but_last: bool) -> list[Layer]:
-    """The layers of tensors (pictures, layers, ...). Each layer of D-FINE also has the last one as its teacher.
+    """The layers of tensors (images, layers, ...). In D-FINE, the last layer is also the teacher of each layer.
 
     D-FINE has one more layer of boxes than of distributions: that of its initial boxes. As in transformers, the first
-    boxes stand beside the first distributions, and what is left over is left out.
+    boxes are paired with the first distributions, and the rest is dropped.
 
     Args:
         but_last: leave out the last layer of each tensor.
@@ -329,6 +330,6 @@ def _import(name: str) -> Any:
     Raises:
         UsageError: scipy is not installed, which matches boxes with queries.
     """
-    remedy = "pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy"
+    remedy = "pip install 'torch-lockstep[images]'; transformers' detectors match boxes with scipy"
     optional("scipy.optimize", where="task.model", remedy=remedy, kind=UsageError)
     return importlib.import_module(f"transformers.loss.{name}")

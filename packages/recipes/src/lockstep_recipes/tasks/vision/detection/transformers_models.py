@@ -1,4 +1,4 @@
-"""Detectors of transformers: DETR and its kin, RT-DETR, D-FINE and YOLOS."""
+"""transformers' detectors: DETR and its relatives, RT-DETR, D-FINE and YOLOS."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lockstep_recipes.tasks.vision.detection.transformers_boxes import Outputs, 
 from lockstep_recipes.tasks.vision.detection.transformers_losses import Labels, Predictions, SetLosses
 from lockstep_recipes.tasks.vision.image_models import AutoModels, Pixels, processor_of, side_of
 
-_SIZE = 640  # pixels, where nothing says another size
+_SIZE = 640  # default size in pixels
 _TIMM_BACKBONE = "timm_backbone"
 
 Padding = Literal["masked", "stretched"]
-"""The form of a picture that does not fill its square. `masked`: the padding is masked. `stretched`: the picture
-is stretched to the whole square, as the model's anchors and position embeddings cover all of it."""
+"""How to handle an image that does not fill its square. `masked`: the padding is masked. `stretched`: the image
+is stretched to the whole square, because the model's anchors and position embeddings cover all of it."""
 
 
 class _Family(NamedTuple):
@@ -36,7 +36,7 @@ class _Family(NamedTuple):
     padding: Padding
     scores: Literal["softmax", "sigmoid"]
     processor: str
-    """The class of transformers that prepares pictures for an exported model."""
+    """The class of transformers that prepares images for an exported model."""
 
 
 _Losses = transformers_losses
@@ -54,7 +54,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 @dataclass(frozen=True)
 class TransformersModels(AutoModels, DetectionModels):
-    """The detectors of transformers that `AutoModelForObjectDetection` makes."""
+    """The transformers detectors that `AutoModelForObjectDetection` makes."""
 
     kind = "detection"
     what = "object detection"
@@ -63,12 +63,12 @@ class TransformersModels(AutoModels, DetectionModels):
 
     @functools.cached_property
     def _loaded(self) -> Any:
-        """The config of the model. Who changes it, copies it."""
+        """The config of the model. Copy it before changing it."""
         config = super().config(_SIZE)
         key = "task.model" if self.options.model else "task.scratch.architecture"
         if config.model_type not in _FAMILIES:
             remedy = f"there are: {', '.join(_FAMILIES)}"
-            raise UsageError(f"no losses for a detector of type {config.model_type!r}", where=key, remedy=remedy)
+            raise UsageError(f"a detector of type {config.model_type!r} is not supported", where=key, remedy=remedy)
         if config.model_type == "yolos" and config.auxiliary_loss:
             remedy = "set auxiliary_loss to false"
             raise UsageError("YOLOS of transformers has no auxiliary losses", where=key, remedy=remedy)
@@ -80,8 +80,8 @@ class TransformersModels(AutoModels, DetectionModels):
         backbone = getattr(config, "backbone_config", None)
         if getattr(backbone, "model_type", None) == _TIMM_BACKBONE and importlib.util.find_spec("timm") is None:
             name = getattr(backbone, "backbone", "unnamed")
-            remedy = "use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'"
-            what = f"its backbone ({name}) is a model of timm, which is not installed"
+            remedy = "use a detector with a transformers backbone, or pip install 'torch-lockstep[timm]'"
+            what = f"its backbone ({name}) is a timm model, but timm is not installed"
             raise UsageError(what, where=key, remedy=remedy)
 
     def config(self, size: int) -> Any:
@@ -93,7 +93,7 @@ class TransformersModels(AutoModels, DetectionModels):
     def defaults(self, kind: Any, names: Sequence[str], size: int) -> dict[str, Any]:
         side = self.options.all_sizes(size)[-1]
         values: dict[str, Any] = {"num_channels": self.options.channels, "image_size": [side, side]}
-        # Without pretrained weights, frozen statistics would never become those of the data.
+        # Without pretrained weights, frozen statistics would never match the data.
         values["freeze_backbone_batch_norms"] = False
         known = {key: value for key, value in values.items() if key in names}
         return known | ({} if "backbone_config" not in names else {"use_timm_backbone": False})
@@ -136,13 +136,13 @@ class TransformersModels(AutoModels, DetectionModels):
         return self._family.padding == "stretched"
 
     def _outputs(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Outputs:
-        """The outputs for pictures that are already stretched, where they have to be."""
+        """The outputs for images that are already stretched, if necessary."""
         inputs: dict[str, Tensor] = {}
         if not self.stretches:
             inside = inside_of(shapes, size=(images.shape[-2], images.shape[-1]))
-            images = images * inside[:, None]  # transformers pads pictures after it has normalised them
+            images = images * inside[:, None]  # transformers pads images after it has normalised them
             inputs["pixel_mask"] = inside.long()
-        # With labels, the model passes the predictions of all its layers to its loss function.
+        # Given labels, the model passes the predictions of all its layers to its loss function.
         labels: Labels = [] if targets is None else labels_of(targets, images.dtype)
         predictions: Predictions = model(pixel_values=images, labels=labels, **inputs).loss_dict["predictions"]
         return Outputs(predictions.full_precision(), shapes)
@@ -152,7 +152,8 @@ class TransformersModels(AutoModels, DetectionModels):
         labels = labels_of(targets, predictions.logits.dtype)
         with torch.autocast(predictions.logits.device.type, enabled=False):
             sums = self._losses.sums(predictions, labels)
-        # A micro-batch without boxes denoises none. DDP wants a gradient of every parameter on every rank all the same.
+        # A micro-batch without boxes does not denoise any, but DDP requires a gradient of every parameter on every
+        # rank.
         embedding = getattr(getattr(model, "model", None), "denoising_class_embed", None)
         if embedding is not None and model.training and "denoising_meta_values" not in predictions.more:
             sums["class"] = sums["class"] + embedding.weight.sum() * 0
@@ -181,8 +182,8 @@ def _choose_trainable(model: Any, *, pretrained: bool) -> None:
     """Choose the weights of the backbone that train.
 
     Detectors of the DETR family train stages 2 to 4 of a pretrained ResNet (arXiv:2005.12872, appendix A.4).
-    transformers means to do so, but freezes every weight of a ResNet of its own: the names it looks for are those of
-    another library. A new model has nothing to keep, so that all of its backbone trains.
+    transformers intends the same, but freezes every weight of transformers' ResNet, because it looks for the names of a
+    different library. A new model does not have pretrained weights to preserve, so its whole backbone trains.
     """
     encoder = getattr(getattr(model, "model", None), "backbone", None)
     backbone: Any = getattr(encoder, "model", None)

@@ -1,4 +1,4 @@
-"""Views of a picture for a detector: whole, or overlapping tiles, each fitted into a square; and the way back."""
+"""Views of an image for a detector: whole, or overlapping tiles, each fitted into a square; and the inverse mapping."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
-from lockstep_recipes.tasks.vision.pictures import geometry
-from lockstep_recipes.tasks.vision.pictures.geometry import Region
-from lockstep_recipes.tasks.vision.pictures.options import Interpolation
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, contiguous
-from lockstep_recipes.tasks.vision.use_pictures import tiles_along
+from lockstep_recipes.tasks.vision.images import geometry
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous
+from lockstep_recipes.tasks.vision.images.geometry import Region
+from lockstep_recipes.tasks.vision.images.options import Interpolation
+from lockstep_recipes.tasks.vision.use_images import tiles_along
 
 
 @dataclass(frozen=True)
 class View:
-    """A picture, or a tile of it, as a detector sees it."""
+    """An image, or a tile of it, as a detector sees it."""
 
-    picture: Picture
+    picture: AnnotatedImage
     """A square with the boxes in it, and padding at the right and at the bottom."""
     shape: tuple[int, int]
-    """Height and width in pixels of the part that is no padding."""
+    """Height and width in pixels without padding."""
     scale: tuple[float, float]
-    """Pixels of the square per pixel of the picture: across, down."""
+    """Pixels of the square per pixel of the image: across, down."""
     offset: tuple[int, int]
-    """The place of the tile in the picture, in pixels of the picture: from the left, from the top."""
+    """The offset of the tile in the image, in pixels of the image: from the left, from the top."""
 
 
 def fitted(
-    picture: Picture, size: int, *, fill: int, interpolation: Interpolation, offset: tuple[int, int] = (0, 0)
+    picture: AnnotatedImage, size: int, *, fill: int, interpolation: Interpolation, offset: tuple[int, int] = (0, 0)
 ) -> View:
-    """The picture, resized so that all of it just fits into a square, with padding at the right and at the bottom.
+    """The image, resized so that all of it just fits into a square, with padding at the right and at the bottom.
 
     Args:
         size: side of the square in pixels.
@@ -46,12 +46,12 @@ def fitted(
 
 
 def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
-    """Equal tiles that cover a picture, row by row. A picture that is not larger than a tile has one tile.
+    """Equal tiles that cover an image, row by row. An image that is not larger than a tile has one tile.
 
     Args:
-        size: height and width of the picture in pixels.
+        size: height and width of the image in pixels.
         side: the longest side of a tile in pixels.
-        overlap: the least share of a tile that the next tile covers too.
+        overlap: the minimum fraction of a tile that overlaps the next tile.
 
     Returns:
         (top, left, height, width) in pixels.
@@ -60,12 +60,13 @@ def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
     return [(top, left, height, width) for top, height in rows for left, width in columns]
 
 
-def views(picture: Picture, size: int, options: DetectionOptions) -> list[View]:
-    """The whole picture as one view; or with `options.tile`, overlapping tiles of at most so many pixels a side.
+def views(picture: AnnotatedImage, size: int, options: DetectionOptions) -> list[View]:
+    """The whole image as one view; or with `options.tile`, overlapping tiles of at most that many pixels per side.
 
     Args:
         size: side of each view in pixels.
-        options: a box is left out of a tile if a smaller share of its area is inside than `augment.min_visible`.
+        options: a box is removed from a tile if the fraction of its area inside the tile is below
+            `augment.min_visible`.
     """
     tile, augment = options.tile, options.augment
     look: dict[str, Any] = {"fill": augment.fill, "interpolation": augment.interpolation}
@@ -78,11 +79,11 @@ def views(picture: Picture, size: int, options: DetectionOptions) -> list[View]:
     return found
 
 
-def in_picture(boxes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Boxes of views in pixels of the original pictures.
+def in_image(boxes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Boxes of views in pixels of the original images.
 
     Args:
-        boxes: (views, places, 4), in pixels of the views.
+        boxes: (views, entries, 4), in pixels of the views.
         scale, offset: (views, 2), as in `View`.
     """
     twice = torch.cat([scale, scale], -1)[:, None], torch.cat([offset, offset], -1)[:, None]

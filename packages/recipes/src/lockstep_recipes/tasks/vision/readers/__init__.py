@@ -1,1 +1,1 @@
-"""Pictures with labels, masks or boxes, as files, tables, shards and data sets have them."""
+"""Read images with labels, masks or boxes from files, tables, shards and data sets."""

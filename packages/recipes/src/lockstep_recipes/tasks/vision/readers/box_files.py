@@ -1,7 +1,7 @@
-"""Boxes in a file for each picture, Pascal VOC (XML) and YOLO (text), as `Annotations`.
+"""Read boxes from one file per image, Pascal VOC (XML) or YOLO (text), as `Annotations`.
 
-Both get numbers as a COCO file has them: pictures, annotations and classes are numbered from 1, in the order of the
-sorted pictures, of the objects in each file, and of the class names.
+Both get ids as in a COCO file: images, annotations and classes are numbered from 1, in the order of the sorted images,
+the objects in each file, and the class names.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lockstep.core.foreign_errors import reading
 from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations, more_like_this
-from lockstep_recipes.tasks.vision.readers.image_files import is_picture, left_out_below, size_of_file
+from lockstep_recipes.tasks.vision.readers.image_files import is_image, left_out_below, size_of_file
 
 _NOT_LABELS = ("classes.txt", "README.txt", "README.roboflow.txt", "README.dataset.txt")
 
 
 @dataclass
 class _Collected:
-    """Objects of many pictures."""
+    """Objects of many images."""
 
     names: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -63,68 +63,68 @@ class _Collected:
 def read_voc(
     folder: Path, images: Path, *, stems: Sequence[str] | None, classes: Sequence[str] | None, difficult: bool = False
 ) -> Annotations:
-    """Boxes from Pascal VOC's XML files.
+    """Read boxes from Pascal VOC's XML files.
 
     VOC counts pixels from 1, and `xmax` is the last pixel of the object. So left = xmin - 1 and right = xmax: an object
-    of one pixel has a width of 1. If any xmin or ymin is 0 or less, the files count from 0. Edges are then taken as
-    they are, and a note says so.
+    of one pixel has a width of 1. If any xmin or ymin is 0 or less, the files count from 0. Edges are then used
+    unchanged, and a note reports it.
 
-    Objects that are `difficult` are marked as crowds: training does not learn them, and evaluations count neither their
-    detections nor their misses. (VOC's own evaluation leaves them out in the same way.)
+    Objects that are `difficult` are marked as crowds: training ignores them, and evaluations count neither their
+    detections nor their misses. (VOC's evaluation does the same.)
 
     Args:
-        folder: of the XML files.
-        images: folder of the pictures. A picture has the stem of its XML file.
-        stems: the pictures of a split. None: all XML files.
+        folder: the folder of the XML files.
+        images: the folder of the images. An image has the stem of its XML file.
+        stems: the images of a split. None: all XML files.
         classes: names of the classes. None: the names in these files, sorted.
-        difficult: take difficult objects for ordinary ones.
+        difficult: treat difficult objects as ordinary ones.
 
     Raises:
-        DataError: a file is no such XML, lacks its picture, or has an object without a name or a box, or of a class
-            that is not in `classes`; a picture occurs twice in `stems`.
+        DataError: a file is not a VOC file, lacks its image, or has an object without a name or a box, or with a class
+            that is not in `classes`; an image occurs twice in `stems`.
     """
     there = sorted(name[:-4] for name in os.listdir(folder) if name.lower().endswith(".xml") and name[0] != ".")
     wanted = there if stems is None else list(stems)
     pictures = _by_stem(images)
     if not wanted:
         raise DataError("there are no annotations (.xml)", where=str(folder), remedy="give a folder with VOC's files")
-    _refuse_twice(wanted, where=folder, remedy="name each picture once in the file of ImageSets/Main")
+    _refuse_twice(wanted, where=folder, remedy="name each image once in the file of ImageSets/Main")
     absent = sorted(set(wanted) - set(there))
     if absent:
-        what = f"there is no {absent[0]}.xml, which the list of the split names{more_like_this(len(absent))}"
-        raise DataError(what, where=str(folder), remedy="add the file, or take the name out of ImageSets/Main")
+        what = f"{absent[0]}.xml, from the list of the split, does not exist{more_like_this(len(absent))}"
+        raise DataError(what, where=str(folder), remedy="add the file, or remove the name from ImageSets/Main")
     out = _Collected()
     for stem in wanted:
         path = folder / f"{stem}.xml"
         if stem not in pictures:
-            raise _no_picture(path, images, stem, pictures)
+            raise _no_image(path, images, stem, pictures)
         _read_xml(path, out, difficult=difficult)
         out.names.append(pictures[stem])
     names = list(classes) if classes is not None else sorted(set(out.labels))
     out.labels = _numbers(out, names)
     notes = _from_one(out)
     if stems is None and (others := pictures.keys() - set(there)):
-        notes.append(f"{len(others)} pictures in {images} have no .xml file and are left out")
+        notes.append(f"{len(others)} images in {images} have no .xml file and are left out")
     return out.annotations(folder, names, notes=notes)
 
 
 def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_folders: bool = True) -> Annotations:
-    """Boxes from YOLO's text files: a line for each object, `class x y width height`.
+    """Read boxes from YOLO's text files, with a line for each object: `class x y width height`.
 
-    x and y are the centre of the box. All four are shares of the picture's width and height. A line with three or more
-    points (`class x y x y x y ...`) is a polygon, of which the box is taken. A picture without a text file has no
+    x and y are the centre of the box. All four are fractions of the image's width and height. A line with three or more
+    points (`class x y x y x y ...`) is a polygon, whose bounding box is used. An image without a text file has no
     objects. The text file of `.../images/a.jpg` is `.../labels/a.txt`.
 
     Args:
-        images: the pictures.
-        names: the names of the classes, by number. None: they are called by their numbers.
-        whole_folders: the pictures are all of their folders, so that each text file must belong to one of them.
+        images: the images.
+        names: the names of the classes, by number. None: the numbers are the names.
+        whole_folders: the images are all images of their folders, so each text file must belong to one of them.
 
     Raises:
-        DataError: a line is something else, or names a class that is not in `names`; no picture has a text file; a text
-            file has no picture; a picture occurs twice.
+        DataError: a line has a different form, or a class that is not in `names`; no image has a text file; a text
+            file has no image; an image occurs twice.
     """
-    remedy = "name each picture once, and no folder beside a folder or a list that holds its pictures"
+    remedy = "name each image once, and do not name a folder together with a folder or a list that contains its images"
     _refuse_twice([str(path) for path in images], where=None, remedy=remedy)
     out = _Collected()
     without = 0
@@ -142,15 +142,15 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
         for line, text in enumerate(lines, 1):
             if text.strip():
                 _read_line(text.split(), size, out, where=f"{file}:{line}", names=names)
-        out.names.append(str(path.absolute()))  # the pictures may be in several folders
+        out.names.append(str(path.absolute()))  # the images may be in several folders
         out.files.append(str(file))
         out.sizes.append(size)
         out.counts.append(len(out.labels) - before)
     if without == len(images):
-        what = f"none of the {len(images)} pictures has a file of labels"
+        what = f"none of the {len(images)} images has a label file"
         remedy = "the labels of DIR/images/a.jpg are expected in DIR/labels/a.txt"
         raise DataError(what, where=str(images[0]) if images else None, remedy=remedy)
-    notes = [f"{without} of {len(images)} pictures have no file of labels: they have no objects"] if without else []
+    notes = [f"{without} of {len(images)} images have no label file, so they have no objects"] if without else []
     if whole_folders:
         _check_labels(images)
         notes += left_out_below(sorted({path.parent for path in images}), labels=(".txt", ".json", ".yaml", ".cache"))
@@ -159,7 +159,7 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
 
 
 def label_file(picture: Path) -> Path:
-    """The text file of a picture in YOLO's arrangement: the last folder `images` of its path becomes `labels`."""
+    """The text file of an image in YOLO's arrangement: the last folder `images` of its path becomes `labels`."""
     parts = list(picture.parts)
     for place in range(len(parts) - 2, -1, -1):
         if parts[place] == "images":
@@ -176,7 +176,7 @@ def _read_xml(path: Path, out: _Collected, *, difficult: bool) -> None:
         root = ElementTree.parse(path).getroot()
     except (ElementTree.ParseError, ValueError, OSError) as error:
         remedy = "repair or remove the file"
-        raise DataError(f"this is no XML that can be read: {error}", where=str(path), remedy=remedy) from error
+        raise DataError(f"this is not readable as XML: {error}", where=str(path), remedy=remedy) from error
     before = len(out.labels)
     for number, item in enumerate(root.findall("object"), 1):
         where = f"{path}: box {number}"
@@ -197,7 +197,7 @@ def _read_xml(path: Path, out: _Collected, *, difficult: bool) -> None:
 
 
 def _from_one(out: _Collected) -> list[str]:
-    """Move left and top edges, which VOC counts from 1. Returns a note if the files count from 0 instead."""
+    """Shift left and top edges, which VOC counts from 1. Returns a note if the files count from 0 instead."""
     from_zero = [place for place, (left, top, _, _) in enumerate(out.boxes) if left <= 0 or top <= 0]
     if not from_zero:
         out.boxes = [(left - 1, top - 1, width + 1, height + 1) for left, top, width, height in out.boxes]
@@ -250,7 +250,7 @@ def _read_line(
         wide, high = max(values[::2]) - left, max(values[1::2]) - top
     else:
         what = f"the line has {len(words)} numbers"
-        raise DataError(what, where=where, remedy="write five: class x y width height, as shares of the picture")
+        raise DataError(what, where=where, remedy="write five: class x y width height, as fractions of the image")
     if not label.is_integer() or label < 0 or (names is not None and label >= len(names)):
         allowed = "0 or more" if names is None else f"0 to {len(names) - 1}"
         what = f"the class is {words[0]}, but must be {allowed}"
@@ -261,42 +261,42 @@ def _read_line(
 
 
 def _check_labels(images: Sequence[Path]) -> None:
-    """Raise DataError if a file of labels in one of the folders has no picture."""
+    """Raise DataError if a label file in one of the folders has no image."""
     known = {label_file(path) for path in images}
     for folder in sorted({file.parent for file in known}):
         there = sorted(folder.glob("*.txt")) if folder.is_dir() else []
         lost = [file for file in there if file not in known and file.name not in _NOT_LABELS]
         if lost:
-            what = f"there is no picture for this file of labels{more_like_this(len(lost))}"
-            raise DataError(what, where=str(lost[0]), remedy="add the picture, or remove this file")
+            what = f"there is no image for this label file{more_like_this(len(lost))}"
+            raise DataError(what, where=str(lost[0]), remedy="add the image, or remove this file")
 
 
-# ---- pictures
+# ---- images
 
 
 def _by_stem(folder: Path) -> dict[str, str]:
-    """The names of the pictures in a folder, by stem."""
-    with reading(folder, "give the folder of the pictures as task.images"):
+    """The names of the images in a folder, by stem."""
+    with reading(folder, "give the folder of the images as task.images"):
         names = sorted(os.listdir(folder))
     found: dict[str, str] = {}
-    for name in filter(is_picture, names):
+    for name in filter(is_image, names):
         stem = os.path.splitext(name)[0]
         if stem in found:
-            what = f"two pictures have the stem {stem!r}: {found[stem]} and {name}"
+            what = f"two images have the stem {stem!r}: {found[stem]} and {name}"
             raise DataError(what, where=str(folder), remedy="remove or rename one of them")
         found[stem] = name
     return found
 
 
-def _no_picture(path: Path, images: Path, stem: str, pictures: Iterable[str]) -> DataError:
+def _no_image(path: Path, images: Path, stem: str, pictures: Iterable[str]) -> DataError:
     hint = did_you_mean(stem, pictures)
-    remedy = f"{hint}Add the picture, or remove this file"
-    return DataError(f"there is no picture for it in {images}", where=str(path), remedy=remedy)
+    remedy = f"{hint}Add the image, or remove this file"
+    return DataError(f"there is no image for it in {images}", where=str(path), remedy=remedy)
 
 
 def _refuse_twice(names: Sequence[str], *, where: Path | None, remedy: str) -> None:
-    """Raise DataError if a picture occurs twice: trainings and evaluations would count it twice."""
+    """Raise DataError if an image occurs twice: training and evaluation would count it twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        what = f"the data set names the picture {twice[0]} more than once{more_like_this(len(twice))}"
+        what = f"the data set names the image {twice[0]} more than once{more_like_this(len(twice))}"
         raise DataError(what, where=None if where is None else str(where), remedy=remedy)

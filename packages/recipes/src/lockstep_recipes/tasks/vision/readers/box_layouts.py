@@ -1,4 +1,4 @@
-"""The arrangement of a folder of pictures with boxes: where its annotations are, and where its pictures are."""
+"""Find the annotations and the images in a folder of images with boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.readers.input_files import find_files
-from lockstep_recipes.tasks.vision.readers.image_files import is_picture, picture_suffixes
+from lockstep_recipes.tasks.vision.readers.image_files import image_suffixes, is_image
 from lockstep_recipes.tasks.vision.readers.image_records import EVAL, TRAIN, Split
 
 _YAML = (".yaml", ".yml")
@@ -26,34 +26,34 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Where annotations and pictures are."""
+    """The locations of annotations and images."""
 
     kind: Literal["coco", "voc", "yolo"]
     annotations: Path
     """COCO: the JSON file. VOC: the folder of the XML files. YOLO: the YAML file, or the folder."""
     images: Path
-    """The folder that names of pictures are relative to. YOLO: not used."""
+    """The folder that names of images are relative to. YOLO: not used."""
     stems: tuple[str, ...] | None = None
-    """VOC: the stems of the split's pictures. None: all."""
+    """VOC: the stems of the split's images. None: all."""
     pictures: tuple[Path, ...] = ()
-    """YOLO: the pictures."""
+    """YOLO: the images."""
     whole_folders: bool = True
-    """YOLO: whether the pictures are all those of some folders, not those of a list."""
+    """YOLO: whether the images are all images of some folders rather than a list."""
     names: tuple[str, ...] | None = None
     """YOLO: the names of the classes."""
 
 
 def find_layout(source: str, *, key: str, split: Split, images: str | None = None) -> Layout:
-    """Where the annotations and the pictures of a source are.
+    """Find the annotations and the images of a source.
 
     Args:
         source: a COCO file, a YAML file of YOLO, or a folder.
-        key: the config's key of the source, for errors.
-        split: which part to take where a folder has several.
-        images: the folder of the pictures. None: a usual place.
+        key: the config key of the source, for errors.
+        split: the split to use if a folder has several.
+        images: the folder of the images. None: a usual place.
 
     Raises:
-        DataError: there is no such source, or nothing that is known lies there.
+        DataError: there is no such source, or it has no known layout.
     """
     path = Path(source)
     layout = None
@@ -70,7 +70,7 @@ def find_layout(source: str, *, key: str, split: Split, images: str | None = Non
         raise DataError(f"{key}: no such file or folder", where=source, remedy=remedy)
     if layout is None:
         part = "training" if split == "train" else "evaluation"
-        raise DataError(f"{key}: there are no {part} pictures with boxes", where=source, remedy=EXPECTED)
+        raise DataError(f"{key}: there are no {part} images with boxes", where=source, remedy=EXPECTED)
     return layout
 
 
@@ -78,8 +78,8 @@ def evaluation_part(train: str) -> str | None:
     """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
 
     Returns:
-        the same source, if it has a part for training and another one for evaluation, or names a part that cannot be
-        read: who reads the source then gets the error. Otherwise None.
+        the same source, if it has a training split and an evaluation split, or names a split that cannot be read
+        (reading it then raises the error). Otherwise None.
     """
     path = Path(train)
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() in _YAML):
@@ -124,7 +124,7 @@ def _of_folder(folder: Path, split: Split, images: str | None) -> Layout | None:
 
 
 def _json_of(folder: Path, split: Split) -> Path | None:
-    """The annotation file of a split: the one that has the split's name in its own, or the only one."""
+    """The annotation file of a split: the one whose name contains that of the split, or the only one."""
     files = [name for name in sorted(os.listdir(folder)) if name.lower().endswith(".json") and name[0] != "."]
     files = [name for name in files if not name.lower().startswith(_OTHER_KINDS)]
     for word in _words(split):
@@ -144,14 +144,14 @@ def _coco(file: Path, split: Split, images: str | None) -> Layout:
     places = [above / "images" / stem, above / stem]
     places += [base / word for base in (above / "images", above) for word in _words(split)]
     places += [file.parent / "images", above / "images"]
-    return Layout("coco", file, next((place for place in places if _holds_pictures(place)), file.parent))
+    return Layout("coco", file, next((place for place in places if _holds_images(place)), file.parent))
 
 
-def _holds_pictures(folder: Path) -> bool:
+def _holds_images(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     with os.scandir(folder) as entries:
-        return any(is_picture(entry.name) for entry in entries)
+        return any(is_image(entry.name) for entry in entries)
 
 
 # ---- Pascal VOC
@@ -173,8 +173,8 @@ def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout 
 
 
 def _is_yolo(path: Path) -> bool:
-    """True if a YAML file describes a data set. A file with the usual name that cannot be read does: reading it says
-    what is wrong."""
+    """True if a YAML file describes a data set. Also true for an unreadable file with the usual name: reading it then
+    reports the error."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -205,7 +205,7 @@ def _yolo(file: Path | None, folder: Path, split: Split) -> Layout | None:
     if not places:
         return None
     where = file or folder
-    pictures = tuple(path for place in places for path in _yolo_pictures(place, where))
+    pictures = tuple(path for place in places for path in _yolo_images(place, where))
     whole = all(place.is_dir() for place in places)
     return Layout("yolo", where, folder, pictures=pictures, whole_folders=whole, names=names)
 
@@ -214,9 +214,9 @@ def _yolo_file(file: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"this is no YAML that can be read: {error}", where=str(file), remedy=EXPECTED) from error
+        raise DataError(f"this is not readable as YAML: {error}", where=str(file), remedy=EXPECTED) from error
     if not isinstance(content, dict):
-        raise DataError("this is no YAML with `names`, `train` and `val`", where=str(file), remedy=EXPECTED)
+        raise DataError("this is not a YAML file with `names`, `train` and `val`", where=str(file), remedy=EXPECTED)
     return content
 
 
@@ -227,18 +227,18 @@ def _yolo_names(content: Mapping[str, Any], file: Path) -> tuple[str, ...] | Non
     if names is None or (isinstance(names, list) and names and len(set(map(str, names))) == len(names)):
         return None if names is None else tuple(str(name) for name in names)
     what = f"`names` is {names!r}"
-    raise DataError(what, where=str(file), remedy="give a list of different names, or names by number from 0 on")
+    raise DataError(what, where=str(file), remedy="give a list of distinct names, or names by number from 0")
 
 
 def _yolo_place(item: str, root: Path, folder: Path) -> Path:
-    """A folder or list of pictures. Files that Roboflow writes say `../train/images` and mean `train/images`."""
+    """A folder or list of images. Files written by Roboflow contain `../train/images` but mean `train/images`."""
     tried = [root / item, folder / item, folder / item.removeprefix("../")]
     return next((path for path in tried if path.exists()), tried[0])
 
 
-def _yolo_pictures(place: Path, where: Path) -> list[Path]:
+def _yolo_images(place: Path, where: Path) -> list[Path]:
     if place.is_dir():
-        return find_files([str(place)], picture_suffixes())
+        return find_files([str(place)], image_suffixes())
     if not place.is_file():
         raise DataError(f"there is no {place}, which the data set names", where=str(where), remedy="correct the path")
     lines = [line.strip() for line in place.read_text().splitlines()]

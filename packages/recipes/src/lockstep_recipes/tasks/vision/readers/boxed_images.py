@@ -1,4 +1,4 @@
-"""Pictures with boxes from COCO, Pascal VOC and YOLO files, as a map-style data set of decoded pictures."""
+"""Images with boxes from COCO, Pascal VOC and YOLO files, as a map-style data set of decoded images."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep_recipes.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations, read_coco
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedPictures
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, missing_files, size_of_file
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset
+from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, missing_files, size_of_file
 from lockstep_recipes.tasks.vision.readers.image_records import Split
 
 if TYPE_CHECKING:
@@ -35,44 +35,44 @@ class BoxedImage(NamedTuple):
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) uint8, upright."""
     boxes: npt.NDArray[np.float32]
-    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, cut off at the edges of the
-    picture."""
+    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, clipped at the edges of the
+    image."""
     labels: Array
     """(n) int64: class numbers, 0 to classes - 1."""
     crowd: Array
-    """(n) bool: whether a box stands for a group of objects. Training does not learn these boxes as objects."""
+    """(n) bool: whether a box marks a group of objects. Training does not learn these boxes as objects."""
     area: npt.NDArray[np.float32]
-    """(n) float32: area of each object in square pixels of the original picture, as the annotation file says."""
+    """(n) float32: area of each object in square pixels of the original image, from the annotation file."""
     image_id: int | None
-    """The number of the picture in the annotation file. None: no file numbers the picture."""
+    """The id of the image in the annotation file. None: the image is not in a file."""
     name: str
-    """The path of the picture, as the annotation file says."""
+    """The path of the image in the annotation file."""
     size: tuple[int, int]
-    """(height, width) of the original picture in pixels. `pixels` has this size, unless the cache reduces pictures."""
+    """(height, width) of the original image in pixels. `pixels` has this size, unless the cache reduces images."""
 
 
-class BoxedImages(DecodedPictures):
-    """Decoded pictures with boxes: samples are `BoxedImage`.
+class BoxedImages(ImageDataset):
+    """Decoded images with boxes: samples are `BoxedImage`.
 
     Args:
-        annotations: what is annotated. All sizes of pictures are known.
-        pictures: the files.
+        annotations: the annotations, with the sizes of all images.
+        images: the files.
         classes: the names of the classes, by class number.
-        numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
-        kept: `channels`, `cache` and `notes`, as for `DecodedPictures`.
+        numbers: (classes of the file) the class number of each class of the file, or -1 for classes without a number.
+        kept: `channels`, `cache` and `notes` of `ImageDataset`.
     """
 
-    sample_labels = None  # a picture has no label of its own: `labels` are those of the boxes
+    sample_labels = None  # an image itself has no label: `labels` are those of the boxes
 
     def __init__(
-        self, annotations: Annotations, pictures: PictureFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
+        self, annotations: Annotations, images: ImageFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
     ) -> None:
-        super().__init__(pictures, **kept)
+        super().__init__(images, **kept)
         self.annotations = annotations
         self.classes = list(classes)
         """The names of the classes, by number."""
         self.labels: Array = numbers[annotations.labels]
-        """The class number of each annotation: (annotations,) int64, sorted by picture."""
+        """The class number of each annotation: (annotations,) int64, sorted by image."""
         ids = np.full(len(self.classes), -1, dtype=np.int64)
         ids[numbers[numbers >= 0]] = annotations.category_ids[numbers >= 0]
         self.category_ids: Array = ids
@@ -89,7 +89,7 @@ class BoxedImages(DecodedPictures):
         """A sample.
 
         Raises:
-            DataError: the file cannot be read, is no whole picture, or has another size than the annotations say. The
+            DataError: the file cannot be read, is not a complete image, or its size differs from the annotations. The
                 error names the file.
         """
         pixels, size = self.pixels(index), self.size(index)
@@ -113,13 +113,13 @@ class BoxedImages(DecodedPictures):
         return corners.astype(np.float32)
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of a picture in pixels, without reading it."""
+        """(height, width) of an image in pixels, without reading it."""
         height, width = self.annotations.sizes[index].tolist()
         return height, width
 
     @property
     def counts(self) -> Array:
-        """The number of boxes of each picture, crowds included: (pictures,) int64."""
+        """The number of boxes of each image, crowds included: (images,) int64."""
         return np.diff(self.annotations.starts)
 
     def class_counts(self) -> dict[str, int]:
@@ -128,10 +128,10 @@ class BoxedImages(DecodedPictures):
         return dict(zip(self.classes, numbers.tolist(), strict=True))
 
     def ground_truth(self) -> dict[str, Any]:
-        """The annotations as pycocotools takes them: the content of a COCO file.
+        """The annotations in the form of pycocotools: the content of a COCO file.
 
-        Ids, boxes, areas and crowds are exactly those of the annotation file, boxes that reach over the edge included.
-        It holds Python objects for each annotation: make it where it is needed, and drop it afterwards.
+        Ids, boxes, areas and crowds are exactly those of the annotation file, including boxes that extend beyond the
+        edge. It contains Python objects for each annotation: create it when needed, and drop it afterwards.
         """
         all_ = self.annotations
         names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
@@ -141,7 +141,7 @@ class BoxedImages(DecodedPictures):
         images = zip(all_.image_ids.tolist(), all_.sizes.tolist(), strict=True)
         categories = zip(all_.category_ids.tolist(), all_.classes, strict=True)
         return {
-            "info": {},  # pycocotools copies this key of the ground truth to the results
+            "info": {},  # pycocotools copies this key from the ground truth to the results
             "images": [{"id": number, "height": height, "width": width} for number, (height, width) in images],
             "annotations": [dict(zip(names, row, strict=True)) for row in rows],
             "categories": [{"id": number, "name": name} for number, name in categories],
@@ -156,26 +156,26 @@ def read_boxed_images(
     classes: Sequence[str] | None = None,
     cache: CacheOptions | None = None,
 ) -> BoxedImages:
-    """The pictures of a source, with boxes. No picture is decoded here.
+    """The images of a source, with boxes. No image is decoded here.
 
     | source | samples |
     |---|---|
     | `FILE.json`, or a folder with `annotations/*.json` and `images/` | COCO |
-    | a folder with `Annotations/*.xml`, `JPEGImages/` and perhaps `ImageSets/Main/*.txt` | Pascal VOC: `read_voc` |
+    | a folder with `Annotations/*.xml`, `JPEGImages/` and optionally `ImageSets/Main/*.txt` | Pascal VOC: `read_voc` |
     | `FILE.yaml`, or a folder with `data.yaml` or with `images/` and `labels/` | YOLO: `read_yolo` |
     | a folder with `train/`, and `val/`, `valid/` or `test/` | those of one of these folders |
 
     Args:
-        split: which part to read where a source has several.
+        split: the split to read if a source has several.
         options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
-        classes: the class names of the training data, or of the config; class numbers are places in this list. None:
-            the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
-        cache: keep decoded pictures on disk.
+        classes: the class names of the training data, or of the config; class numbers are indices into this list. None:
+            the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
+        cache: options of the disk cache of decoded images.
 
     Raises:
-        DataError: there is no such source; a picture is missing; an annotation is bad (see `read_coco`, `read_voc`,
+        DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
             `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
-            seem to mean something else. The error names file, annotation and value.
+            seem to have a different meaning. The error names file, annotation and value.
     """
     key, on_bad = f"data.{split}", options.on_bad_boxes
     layout = find_layout(source, key=key, split=split, images=options.images_of(split))
@@ -185,7 +185,7 @@ def read_boxed_images(
     check_meaning(annotations, on_bad)
     annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
-        raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
+        raise DataError(f"{key} does not contain any boxes", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
     numbers = _class_numbers(annotations, names)
     kept = {"channels": options.channels, "cache": cache, "notes": (*annotations.notes, *notes)}
@@ -202,27 +202,27 @@ def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult:
     return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
 
 
-def picture_files(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
-    """The pictures that a file names.
+def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFiles:
+    """The images that a file names.
 
     Raises:
-        DataError: one of them is not there.
+        DataError: one of them does not exist.
     """
-    pictures = PictureFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
-    missing = missing_files([pictures.path(index) for index in range(len(pictures))])
+    files = ImageFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
+    missing = missing_files([files.path(index) for index in range(len(files))])
     if missing:
-        path = Path(pictures.path(missing[0]))
+        path = Path(files.path(missing[0]))
         there = os.listdir(path.parent) if path.parent.is_dir() else []
-        more = f" ({len(missing)} of {len(pictures)} pictures are not there)" if len(missing) > 1 else ""
+        more = f" ({len(missing)} of {len(files)} images are missing)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
         what = f"{key}: there is no file {path}{more}"
-        remedy = f"{hint}Give the folder that the names of the pictures are relative to as task.images"
+        remedy = f"{hint}Give the folder that the names of the images are relative to as task.images"
         raise DataError(what, where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}", remedy=remedy)
-    return pictures
+    return files
 
 
-def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations:
-    """The annotations with sizes of all pictures: those that the file does not give are read from the pictures."""
+def _with_sizes(annotations: Annotations, pictures: ImageFiles) -> Annotations:
+    """The annotations with the sizes of all images. Sizes that are not in the file are read from the images."""
     unknown = np.flatnonzero((annotations.sizes <= 0).any(axis=1))
     if not len(unknown):
         return annotations
@@ -233,10 +233,10 @@ def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations
 
 
 def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
-    """The place in `classes` of each class of the file, or -1.
+    """The index in `classes` of each class of the file, or -1.
 
     Raises:
-        DataError: an annotation has a class that is not there.
+        DataError: an annotation has a class that is not in `classes`.
     """
     places = {name: number for number, name in enumerate(classes)}
     numbers = np.array([places.get(name, -1) for name in annotations.classes], dtype=np.int64)
@@ -245,7 +245,7 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
         first = int(lost[0])
         name = annotations.classes[annotations.labels[first]]
         more = f" ({len(lost)} annotations have such classes)" if len(lost) > 1 else ""
-        what = f"class {name!r} is not among the {len(classes)} classes that are trained{more}"
+        what = f"class {name!r} is not among the {len(classes)} classes of the training data{more}"
         remedy = unknown_class(name, classes, "Remove these annotations, or train with them")
         raise DataError(what, where=annotations.where(first), remedy=remedy)
     return numbers
@@ -253,7 +253,7 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
 
 def _other_size(found: Sequence[int], said: tuple[int, int], where: str, annotations: Annotations) -> DataError:
     turned = tuple(found) == said[::-1]
-    why = "perhaps its EXIF data turns it: annotate the upright picture, or remove the EXIF data. " if turned else ""
-    what = f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
-    remedy = f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture"
+    why = "its EXIF data may rotate it: annotate the upright image, or remove the EXIF data. " if turned else ""
+    what = f"the image has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
+    remedy = f"{why}Boxes would be misplaced: correct height and width, or restore the annotated image"
     return DataError(f"{what} {said[0]} x {said[1]}", where=where, remedy=remedy)

@@ -17,37 +17,37 @@ from lockstep_recipes.tasks.readers.encodings import read_text
 
 Color = tuple[int, int, int]
 ClassesOption = str | Sequence[str] | Mapping[Any, Any] | None
-"""`task.classes`: a file, names, or what a file of classes may hold."""
+"""`task.classes`: a file, names, or the content of a class file."""
 
 CLASS_FILES = ("classes.yaml", "classes.json", "classes.txt", "id2label.json", "label_colors.txt")
-"""Names under which the files of classes are found beside masks."""
+"""Names of class files that are found next to masks."""
 _PARTS = ("train", "val", "valid", "test", "path")
-"""Keys of a description of a data set that have paths."""
+"""Keys with paths in the description of a data set."""
 _KEYS = ("classes", "ignore", "ignore_index", "colors", "masks")
 _COLOR_LINE = re.compile(r"(\d+)[\s,]+(\d+)[\s,]+(\d+)[\s,]+(.+)")
 
 
 @dataclass(frozen=True)
 class ClassEntry:
-    """A class of mask files, or what is ignored in them."""
+    """A class of mask files, or an ignored value."""
 
     name: str
     id: int
-    """The number that stands for the class in files of ids. Files may leave numbers out."""
+    """The number of the class in files with ids. Numbers may have gaps."""
     color: Color | None = None
-    """The colour (red, green, blue) that stands for the class in files of colours."""
+    """The colour (red, green, blue) of the class in files with colours."""
 
 
 @dataclass(frozen=True)
 class ClassTable:
-    """Meanings of the values in mask files. The number of a class is its place in `classes`."""
+    """Meanings of the values in mask files. The number of a class is its index in `classes`."""
 
     classes: tuple[ClassEntry, ...]
     ignored: tuple[ClassEntry, ...] = ()
-    """Pixels of these ids or colours belong to no class."""
+    """Pixels of these ids or colours do not belong to a class."""
     masks: Literal["ids", "colors"] | None = None
-    """The meaning of palette files: ids, or colours of classes. None: ids, where the colours of the palette do
-    not contradict."""
+    """The meaning of palette files: ids, or colours of classes. None: ids, unless the colours of the palette
+    contradict."""
     where: str = "task.classes"
     """The file or key that the table was read from, for messages."""
 
@@ -56,7 +56,7 @@ class ClassTable:
         return [entry.name for entry in self.classes]
 
     def colors(self, palette: Any = None) -> list[Color]:
-        """A colour for each class, to draw it: its own, else that of its id in `palette`, else a usual colour.
+        """A colour to draw each class: its own, that of its id in `palette`, or a default colour.
 
         Args:
             palette: the colours of a mask file by id, (ids, 3), or None.
@@ -69,16 +69,16 @@ class ClassTable:
                 red, green, blue = (int(value) for value in palette[entry.id])
                 color = (red, green, blue)
             found.append(color or usual_color(number))
-        if len(set(found)) < len(found):  # a palette that has no colours for some ids
+        if len(set(found)) < len(found):  # a palette without colours for some ids
             own = [entry.color for entry in self.classes]
             return [color or usual_color(number) for number, color in enumerate(own)]
         return found
 
     def with_ignored(self, ignore: Sequence[Any], *, where: str) -> ClassTable:
-        """The same table, in which more names, ids or colours are ignored.
+        """The same table, with additional ignored names, ids or colours.
 
         Raises:
-            DataError: a name is unknown, or no class is left.
+            DataError: a name is unknown, or no class remains.
         """
         classes, ignored = list(self.classes), list(self.ignored)
         for item in ignore:
@@ -94,7 +94,7 @@ class ClassTable:
 
 
 def read_class_table(classes: ClassesOption) -> ClassTable:
-    """The table that a list of names, a mapping or a file gives.
+    """The table from a list of names, a mapping or a file.
 
     | content | meaning |
     |---|---|
@@ -103,16 +103,16 @@ def read_class_table(classes: ClassesOption) -> ClassTable:
     | `{background: 0, nucleus: 255}` | names with ids |
     | `{sky: {id: 7, color: [128, 128, 128]}}` | names with ids and colours |
     | `{0: sky, 1: road}` | names by id |
-    | `{classes: ..., ignore: [void, 255], colors: {...}, masks: ids}` | all that a file may say; see below |
+    | `{classes: ..., ignore: [void, 255], colors: {...}, masks: ids}` | the full form; see below |
     | `{train: ..., val: ..., names: [sky, road]}` | the `data.yaml` of a YOLO data set: its names |
 
-    `ignore` has names, ids or colours of which pixels belong to no class; `ignore_index: 255` is the same as `ignore:
-    [255]`. `masks` says whether palette files hold `ids` or `colors`. A file is YAML or JSON with such content, or text
-    with a name in each line, or `red green blue name`.
+    `ignore` has names, ids or colours whose pixels do not belong to a class; `ignore_index: 255` is the same as
+    `ignore: [255]`. `masks` tells whether palette files contain `ids` or `colors`. A file is YAML or JSON with such
+    content, or text with a name in each line, or `red green blue name`.
 
     Raises:
-        DataError: the file cannot be read; a name, an id or a colour is given twice or is no such value; there is no
-            class. The error names file or key, and the value.
+        DataError: the file cannot be read; a name, an id or a colour is given twice or is invalid; there is no class.
+            The error names file or key, and the value.
     """
     where = classes if isinstance(classes, str) else "task.classes"
     table = _parse(_read_file(Path(classes)) if isinstance(classes, str) else classes, where)
@@ -122,23 +122,24 @@ def read_class_table(classes: ClassesOption) -> ClassTable:
 
 
 def is_foreign(path: Path) -> bool:
-    """True for a file that describes the folders of a data set (`train: images/train`), and names no classes."""
+    """True for a file that describes the folders of a data set (`train: images/train`), but not its classes."""
     try:
         content = _read_file(path)
-    except DataError:  # reading it again says what is wrong
+    except DataError:  # reading it again reports the error
         return False
     return isinstance(content, Mapping) and _has_folders(content) and not {"names", "classes", "colors"} & set(content)
 
 
 def _has_folders(content: Mapping[Any, Any]) -> bool:
-    """True if `train`, `val` or the like has a path, or several: no class has such a value."""
+    """True if `train`, `val` or a similar key has one or several paths, which a class cannot have."""
     places = [content[key] for key in _PARTS if key in content]
     paths = [item for place in places for item in (place if isinstance(place, list) else [place])]
     return bool(paths) and all(isinstance(path, str) for path in paths)
 
 
 def usual_color(number: int) -> Color:
-    """A colour for the class of a number: the colour map of PASCAL VOC. Neighbours differ much; 0 is black.
+    """A colour for the class of a number: the colour map of PASCAL VOC. Neighbouring numbers have very different
+    colours; 0 is black.
 
     Source: Everingham et al., The PASCAL Visual Object Classes development kit, 2012, `VOClabelcolormap`.
     """
@@ -163,7 +164,7 @@ def _read_file(path: Path) -> Any:
     try:
         return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        what = f"this is no {path.suffix.lstrip('.').upper()}: {' '.join(str(error).split())}"
+        what = f"this is not valid {path.suffix.lstrip('.').upper()}: {' '.join(str(error).split())}"
         raise DataError(what, where=str(path), remedy="correct the file") from error
 
 
@@ -175,12 +176,12 @@ def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
     colors: dict[str, list[int]] = {}
     for number, match in found.items():
         if match is None:
-            what = f"{lines[number]!r} has no colour, other lines have one"
-            remedy = "write `red green blue name` in each line, or a name alone in each line"
+            what = f"{lines[number]!r} has no colour, but other lines do"
+            remedy = "write `red green blue name` in each line, or only a name in each line"
             raise DataError(what, where=f"{where}, line {number}", remedy=remedy)
         name = match[4].strip()
         if name in colors:
-            remedy = "give each class a name of its own"
+            remedy = "give each class its own name"
             what = f"the name {name!r} is given to several classes"
             raise DataError(what, where=f"{where}, line {number}", remedy=remedy)
         colors[name] = [int(match[place]) for place in (1, 2, 3)]
@@ -188,7 +189,8 @@ def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
 
 
 def _of_yolo(content: Any, where: str) -> Any:
-    """The names in the description of a YOLO data set (`data.yaml`), which also names its folders; else `content`."""
+    """The names in the description of a YOLO data set (`data.yaml`), which also contains its folders; otherwise
+    `content`."""
     if not isinstance(content, Mapping) or not {"train", "val", "nc"} & set(content) or "colors" in content:
         return content
     if any(not isinstance(content[key], str | list | int) for key in ("train", "val", "nc") if key in content):
@@ -198,8 +200,8 @@ def _of_yolo(content: Any, where: str) -> Any:
     if by_id or (isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names)):
         return {"classes": names}
     if any(isinstance(content.get(key), str) for key in ("train", "val")):
-        what = "this describes the folders of a YOLO data set, and has no list `names` of its classes"
-        raise DataError(what, where=where, remedy="add `names: [...]`, or write a file of classes: a name in each line")
+        what = "this describes the folders of a YOLO data set, but does not have a list `names` of its classes"
+        raise DataError(what, where=where, remedy="add `names: [...]`, or write a class file with a name in each line")
     return content
 
 
@@ -228,7 +230,7 @@ def _parse(content: Any, where: str) -> ClassTable:
 
 
 def _misspelt(content: Mapping[Any, Any]) -> str | None:
-    """A key that resembles `classes`, with a value that no class can have. None: there is none."""
+    """A key that resembles `classes`, with a value that a class cannot have. None: there is none."""
     for key, value in content.items():
         lists_names = isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
         maps_names = isinstance(value, Mapping) and not set(value) & {"id", "color"}
@@ -275,7 +277,7 @@ def _with_colors(entries: tuple[ClassEntry, ...], colors: Any, where: str) -> tu
     unknown = [name for name in colors if name not in names]
     if unknown:
         remedy = f"{did_you_mean(unknown[0], names)}The classes are {listed(names)}"
-        raise DataError(f"colors has {unknown[0]!r}, which is no class", where=where, remedy=remedy)
+        raise DataError(f"colors has {unknown[0]!r}, which is not a class", where=where, remedy=remedy)
     return tuple(
         replace(entry, color=_color(colors[entry.name], entry.name, where)) if entry.name in colors else entry
         for entry in entries
@@ -285,12 +287,12 @@ def _with_colors(entries: tuple[ClassEntry, ...], colors: Any, where: str) -> tu
 def _name(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         remedy = "put the name into quotes: YAML reads yes, no, on and off as true and false"
-        raise DataError(f"{value!r} is no name of a class", where=where, remedy=remedy)
+        raise DataError(f"{value!r} is not a class name", where=where, remedy=remedy)
     return str(value).strip()
 
 
 def _as_id(value: Any) -> int | None:
-    """The id that a number or its text gives. None: it is none."""
+    """The id from a number or its text. None: it is not an id."""
     if isinstance(value, bool) or not (isinstance(value, int) or (isinstance(value, str) and value.isdecimal())):
         return None
     return int(value) if 0 <= int(value) < 2**31 else None
@@ -318,7 +320,7 @@ def _check_unique(entries: Sequence[ClassEntry], where: str) -> None:
         twice = [value for value, count in Counter(values).items() if count > 1]
         if twice:
             what = f"the {field} {twice[0]!r} is given to several classes"
-            raise DataError(what, where=where, remedy=f"give each class another {field}")
+            raise DataError(what, where=where, remedy=f"give each class a different {field}")
 
 
 # ---- what is ignored
@@ -339,14 +341,14 @@ def _ignored_entry(item: Any, names: Sequence[str], where: str) -> ClassEntry:
     if isinstance(item, int) and not isinstance(item, bool):
         return ClassEntry("ignored", item)
     remedy = f"{did_you_mean(item, names)}Give an id, a colour, or one of the classes: {listed(names)}"
-    raise DataError(f"ignore has {item!r}, which is no class", where=where, remedy=remedy)
+    raise DataError(f"ignore has {item!r}, which is not a class", where=where, remedy=remedy)
 
 
 def unknown_class(name: Any, names: Sequence[str], advice: str) -> str:
-    """The remedy where a class is not among those of the training."""
+    """The remedy for a class that is not among those of the training data."""
     return f"{did_you_mean(name, names)}The classes are: {listed(names)}. {advice}"
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names for a message: the first of them."""
+    """The first few names, for a message."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

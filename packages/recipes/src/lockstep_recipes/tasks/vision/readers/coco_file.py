@@ -1,7 +1,7 @@
 """Annotation files in the format of COCO: a JSON object with `images`, `annotations` and `categories`.
 
-Format: https://cocodataset.org/#format-data. Annotations become NumPy arrays while the file is read, so that a file
-with a million annotations takes tens of megabytes afterwards, which forked loader workers share.
+Format: https://cocodataset.org/#format-data. Annotations become NumPy arrays while the file is read, so a file with a
+million annotations takes tens of megabytes afterwards, which forked loader workers share.
 """
 
 from __future__ import annotations
@@ -23,61 +23,62 @@ from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 _PARTS = ("images", "annotations", "categories")
-_MOST_SIDE = 2**31  # pixels; a larger number is no height or width of a picture
+_MOST_SIDE = 2**31  # pixels; a larger number cannot be the height or width of an image
 _MOST = sys.float_info.max
 _REPAIR = "repair or remove this entry of the file"
 
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """Annotations of pictures. All values are those of the file.
+    """Annotations of images. All values are those of the file.
 
-    The annotations are sorted by picture, and keep the order of the file within a picture.
+    The annotations are sorted by image, and within an image keep the order of the file.
     """
 
     path: Path
     """The annotation file, or the folder of the files."""
     image_ids: Array
-    """(pictures) int64: the number of each picture in the file. Numbers may have gaps."""
+    """(images) int64: the id of each image in the file. Ids may have gaps."""
     file_names: PackedText
-    """(pictures): the path of each picture, as the file says."""
+    """(images): the path of each image in the file."""
     sizes: Array
-    """(pictures, 2) int64: height and width in pixels. 0 where the file does not say."""
+    """(images, 2) int64: height and width in pixels. 0 if the file does not contain them."""
     category_ids: Array
-    """(classes) int64: the number of each class in the file, in increasing order. Numbers may have gaps."""
+    """(classes) int64: the id of each class in the file, in increasing order. Ids may have gaps."""
     classes: tuple[str, ...]
     """The name of each class, in the order of `category_ids`."""
     ids: Array
-    """(annotations) int64: the number of each annotation in the file."""
+    """(annotations) int64: the id of each annotation in the file."""
     images: Array
-    """(annotations) int64: the place of its picture in `image_ids`."""
+    """(annotations) int64: the index of its image in `image_ids`."""
     labels: Array
-    """(annotations) int64: the place of its class in `category_ids`."""
+    """(annotations) int64: the index of its class in `category_ids`."""
     boxes: Array
-    """(annotations, 4) float64: left, top, width and height in pixels. NaN where the file has no box."""
+    """(annotations, 4) float64: left, top, width and height in pixels. NaN if the file has no box."""
     area: Array
-    """(annotations) float64: the area of the object in square pixels. Width x height where the file does not say."""
+    """(annotations) float64: the area of the object in square pixels. Width x height if the file does not contain
+    it."""
     crowd: Array
-    """(annotations) bool: whether it stands for a group of objects (`iscrowd`)."""
+    """(annotations) bool: whether it marks a group of objects (`iscrowd`)."""
     starts: Array
-    """(pictures + 1) int64: the annotations of picture i have the places starts[i] to starts[i + 1] - 1."""
+    """(images + 1) int64: the annotations of image i have the indices starts[i] to starts[i + 1] - 1."""
     notes: tuple[str, ...] = ()
-    """Remarks for people about the way in which the file was read."""
+    """Remarks about how the file was read."""
     files: PackedText | None = None
-    """(pictures): the annotation file of each picture, in formats that have a file for each picture."""
+    """(images): the annotation file of each image, for formats with one file per image."""
     packed: tuple[Array, Array] | None = None
-    """The segmentations, if they were asked for: bytes of all, and where those of each annotation begin and end."""
+    """The segmentations, if requested: the bytes of all, and the start and end of those of each annotation."""
 
     def of_image(self, index: int) -> slice:
-        """The places of the annotations of a picture."""
+        """The indices of the annotations of an image."""
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
     def segmentation(self, place: int) -> Any:
-        """The `segmentation` of an annotation as the file has it: a list of polygons, a run-length encoding (RLE) as a
-        dict, or None.
+        """The `segmentation` of an annotation in the file: a list of polygons, a run-length encoding (RLE) as a dict,
+        or None.
 
         Args:
-            place: of the annotation, 0 to annotations - 1.
+            place: the index of the annotation, 0 to annotations - 1.
         """
         if self.packed is None:
             raise ValueError("the file was read without segmentations: call read_coco(..., segmentations=True)")
@@ -89,24 +90,24 @@ class Annotations:
         image = int(self.images[place])
         if self.files is not None:
             return f"{self.files[image]}: box {place - self.starts[image] + 1}"
-        picture = self.file_names[image]
-        return f"{self.path}: annotation {self.ids[place]} (of {picture})"
+        name = self.file_names[image]
+        return f"{self.path}: annotation {self.ids[place]} (of {name})"
 
 
 def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: bool = False) -> Annotations:
-    """A COCO annotation file, checked.
+    """Read and check a COCO annotation file.
 
-    Boxes are only checked to be four numbers; whether they lie in their picture is the caller's question.
+    Boxes are only checked to be four numbers; the caller checks whether they are inside their image.
 
     Args:
-        key: the config's key of the file, such as `data.train`, for errors.
+        key: the config key of the file, such as `data.train`, for errors.
         boxes: whether each annotation must have a `bbox`.
-        segmentations: keep `segmentation` of each annotation.
+        segmentations: keep the `segmentation` of each annotation.
 
     Raises:
-        DataError: the file is missing, empty or no such JSON; a part is missing or empty; an entry has no id or a
-            number that is no integer; ids occur twice; an annotation belongs to no picture, or to a category that is
-            not declared; a box is not four numbers. The error names the file, the entry and the value.
+        DataError: the file is missing, empty or not COCO's JSON; a section is missing or empty; an entry has no id or a
+            number that is not an integer; ids occur twice; an annotation does not belong to an image, or its category
+            is not declared; a box is not four numbers. The error names the file, the entry and the value.
     """
     path = Path(path)
     reader = _Reader(path, boxes=boxes, segmentations=segmentations)
@@ -120,25 +121,25 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
 
 
 class CocoImages(NamedTuple):
-    """The pictures and the categories of a COCO file, without its annotations."""
+    """The images and the categories of a COCO file, without its annotations."""
 
     ids: list[int]
-    """(pictures): the number of each picture in the file."""
+    """(images): the id of each image in the file."""
     file_names: list[str]
-    """(pictures): the path of each picture, as the file says."""
+    """(images): the path of each image in the file."""
     category_ids: dict[str, int]
-    """The number of each category by its name."""
+    """The id of each category by its name."""
 
 
 def read_coco_images(path: Path, *, key: str) -> CocoImages:
-    """The pictures that a COCO file names. It needs no annotations, as files of test pictures have none.
+    """The images in a COCO file. Annotations are not needed, because files of test images do not have any.
 
     Args:
-        key: what the file is, for errors.
+        key: a description of the file, for errors.
 
     Raises:
-        DataError: the file cannot be read, or is no such JSON; `images` or `categories` is missing or empty; an entry
-            has no id or no name, or an id that occurs twice.
+        DataError: the file cannot be read, or is not COCO's JSON; `images` or `categories` is missing or empty; an
+            entry has no id or no name, or an id that occurs twice.
     """
     content = _load(path, key, lambda entry: None if "image_id" in entry else entry, ("images", "categories"))
     image_ids, names, category_ids, classes = _declared(content, path)
@@ -146,7 +147,7 @@ def read_coco_images(path: Path, *, key: str) -> CocoImages:
 
 
 def _declared(content: dict[str, Any], path: Path) -> tuple[Array, list[str], Array, list[str]]:
-    """Ids and names of the pictures, and ids and names of the categories."""
+    """Ids and names of the images, and ids and names of the categories."""
     images, categories = content["images"], content["categories"]
     image_ids, category_ids = _ids(images, "image", path), _ids(categories, "category", path)
     names = _texts(images, image_ids, "image", "file_name", path)
@@ -154,11 +155,11 @@ def _declared(content: dict[str, Any], path: Path) -> tuple[Array, list[str], Ar
 
 
 class _Taken(int):
-    """The number of an annotation that was taken, in the place of the annotation."""
+    """The number of a collected annotation, which replaces it."""
 
 
 class _Reader:
-    """Takes annotations while the JSON is parsed, so that their dicts do not all live at the same time."""
+    """Collects annotations while the JSON is parsed, so that their dicts are never all in memory."""
 
     def __init__(self, path: Path, *, boxes: bool, segmentations: bool) -> None:
         self.path, self.boxes_needed = path, boxes
@@ -167,10 +168,10 @@ class _Reader:
         self.segmentations = bytearray() if segmentations else None
         self.ends = array("q")
         self.faults: dict[int, tuple[str, str]] = {}
-        """Faults of annotations, by their number here: (where, what)."""
+        """Faults of annotations, by their number in this object: (where, what)."""
 
     def take(self, entry: dict[str, Any]) -> Any:
-        """Called for each JSON object, the inner ones first. An annotation is replaced by its number."""
+        """Called for each JSON object, inner ones first. An annotation is replaced by its number."""
         if "image_id" not in entry:
             return entry
         number = len(self.ids)
@@ -211,10 +212,10 @@ class _Reader:
         self.area.append(box[2] * box[3] if area is None else area)
 
     def places(self, entries: list[Any]) -> Array:
-        """The numbers of the annotations of a file, in its order.
+        """The numbers of the annotations of a file, in the order of the file.
 
         Raises:
-            DataError: an entry is no annotation, or a taken annotation has a fault.
+            DataError: an entry is not an annotation, or a collected annotation has a fault.
         """
         for place, entry in enumerate(entries):
             if type(entry) is not _Taken:
@@ -246,8 +247,8 @@ def _annotations(reader: _Reader, numbers: Array, path: Path, declared: dict[str
     notes = []
     if 0 in ids:
         notes.append(
-            f"{path}: an annotation has the id 0. pycocotools counts a detection that matches it as wrong; "
-            "number annotations from 1"
+            f"{path}: an annotation has the id 0, and pycocotools counts a detection that matches it as wrong: number "
+            "annotations from 1"
         )
     packed = None
     if reader.segmentations is not None:
@@ -270,18 +271,18 @@ def _annotations(reader: _Reader, numbers: Array, path: Path, declared: dict[str
     )
 
 
-# ---- the parts of the file
+# ---- the sections of the file
 
 
 def _load(path: Path, key: str, take: Callable[[dict[str, Any]], Any], parts: Sequence[str] = _PARTS) -> dict[str, Any]:
-    """The file, with lists in the places of `parts`."""
+    """The content of the file, with lists under the keys `parts`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         what = f"{key}: cannot be read: {error.strerror}"
         raise DataError(what, where=str(path), remedy="check the path and its permissions") from error
     except UnicodeDecodeError as error:
-        what = f"{key} is no JSON: it is no text in UTF-8 (byte {error.start})"
+        what = f"{key} is not JSON: it is not UTF-8 text (byte {error.start})"
         raise DataError(what, where=str(path), remedy="give a COCO annotation file") from error
     if not text.strip():
         raise DataError(f"{key}: the file is empty", where=str(path), remedy="give a COCO annotation file")
@@ -289,15 +290,15 @@ def _load(path: Path, key: str, take: Callable[[dict[str, Any]], Any], parts: Se
         content = json.loads(text, object_hook=take)
     except (ValueError, RecursionError) as error:
         remedy = "the file may be truncated: write it again, or download it again"
-        raise DataError(f"{key} is no JSON: {error}", where=str(path), remedy=remedy) from error
+        raise DataError(f"{key} is not JSON: {error}", where=str(path), remedy=remedy) from error
     if not isinstance(content, dict):
-        kind = "a list, as files of results have it" if isinstance(content, list) else repr(content)[:80]
+        kind = "a list, as in result files" if isinstance(content, list) else repr(content)[:80]
         remedy = f"give a JSON object with {', '.join(parts)}"
-        raise DataError(f"{key} is {kind}, and no annotation file", where=str(path), remedy=remedy)
+        raise DataError(f"{key} is {kind}, not an annotation file", where=str(path), remedy=remedy)
     for part in parts:
         entries = content.get(part)
         if not isinstance(entries, list) or not entries:
-            state = "is missing" if entries is None else "is empty" if entries == [] else "is no list"
+            state = "is missing" if entries is None else "is empty" if entries == [] else "is not a list"
             what = f"{key}: `{part}` {state}"
             remedy = f"give a COCO annotation file, with lists of {', '.join(parts)}"
             raise DataError(what, where=str(path), remedy=remedy)
@@ -311,7 +312,7 @@ def _ids(entries: Sequence[Any], kind: str, path: Path) -> Array:
         value = entry.get("id") if isinstance(entry, dict) else None
         if type(value) is not int or not -(2**63) <= value < 2**63:
             what = f"its id is {value!r}, but must be an integer"
-            remedy = "number images and categories by integers, and use these numbers in the annotations"
+            remedy = "use integers as ids of images and categories, and in the annotations"
             raise DataError(what, where=f"{path}: {kind} entry {place}, counted from 0", remedy=remedy)
         values.append(value)
     _unique(values, "id", "images" if kind == "image" else "categories", path)
@@ -345,11 +346,11 @@ def _unique(values: Sequence[Any] | Array, field: str, part: str, path: Path) ->
         value = values[twice[0]]
         shown = repr(value) if isinstance(value, str) else str(value)
         what = f"{counts.max()} {part} have the {field} {shown}{more_like_this(len(twice))}"
-        raise DataError(what, where=str(path), remedy=f"give each of the {part} another {field}")
+        raise DataError(what, where=str(path), remedy=f"give each of the {part} a different {field}")
 
 
 def _look_up(values: Array, known: Array) -> tuple[Array, Array]:
-    """The place of each value in `known`, and whether it is there."""
+    """The index of each value in `known`, and whether it occurs there."""
     order = np.argsort(known, kind="stable")
     places = np.searchsorted(known[order], values).clip(max=len(known) - 1)
     places = order[places]
@@ -357,11 +358,11 @@ def _look_up(values: Array, known: Array) -> tuple[Array, Array]:
 
 
 def _refuse(ids: Array, values: Array, bad: Array, path: Path, what: str) -> None:
-    """Raise a DataError that names the first annotation that is bad."""
+    """Raise a DataError that names the first bad annotation."""
     if bad.any():
         first = int(np.flatnonzero(bad)[0])
         said = what.format(values[first]) + more_like_this(int(bad.sum()))
-        remedy = "add what is missing to the file, or remove these annotations"
+        remedy = "add the missing entry to the file, or remove these annotations"
         raise DataError(f"it {said}", where=f"{path}: annotation {ids[first]}", remedy=remedy)
 
 

@@ -1,4 +1,4 @@
-"""Pictures to predict, with the numbers that a COCO file gives them: rows of predictions are then its results."""
+"""Images to predict, with their ids in a COCO file, so that rows of predictions are COCO results."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
 from lockstep_recipes.tasks.vision.readers.coco_file import read_coco_images
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedPictures
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, missing_files
-from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Split, unlabelled_pictures
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset
+from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, missing_files
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Split, unlabelled_images
 
 _JSON = ".json"
 
 
 @dataclass(frozen=True)
 class CocoNumbers:
-    """The numbers of one COCO file. Numbers of two files are never mixed: they may mean different pictures."""
+    """The ids of one COCO file. Ids of two files are never mixed: they may mean different images."""
 
     pictures: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """By the real path of a picture: its id, and its name in the file."""
+    """By the real path of an image: its id, and its name in the file."""
     category_ids: Mapping[str, int] | None = None
     """The id of each category by its name. None: there is no such file."""
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """Data of a run, in which pictures to predict may occur."""
+    """Data of a run that may contain images to predict."""
 
     source: str
     split: Split
     images: str | None
-    """The folder of its pictures. None: a usual place."""
+    """The folder of its images. None: a usual location."""
 
 
-class UnlabelledImages(DecodedPictures):
-    """Pictures to predict, as samples without boxes. A sample has an `image_id` only where `numbers` has the picture.
+class UnlabelledImages(ImageDataset):
+    """Images to predict, as samples without boxes. A sample has an `image_id` only if `numbers` has the image.
 
     Args:
-        numbers: ids and names of pictures.
+        numbers: ids and names of images.
     """
 
     def __init__(self, records: ImageRecords, numbers: CocoNumbers, *, channels: int) -> None:
@@ -53,7 +53,7 @@ class UnlabelledImages(DecodedPictures):
         files, self.numbers = records.pictures, numbers
         places = [files.name(index) for index in range(len(files))]
         self._root = ""
-        if isinstance(files, PictureFiles) and places:
+        if isinstance(files, ImageFiles) and places:
             self._root = os.path.commonpath([os.path.dirname(os.path.abspath(place)) for place in places])
 
     def __getitem__(self, index: int) -> BoxedImage:
@@ -67,36 +67,39 @@ class UnlabelledImages(DecodedPictures):
 
 
 def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:
-    """The pictures that arguments name: files, folders, patterns, shards, and the pictures of one COCO file.
+    """The images that arguments name: files, folders, patterns, shards, and the images of one COCO file.
 
     The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of
-    `sources` that is a COCO file with one of these pictures. Other pictures have no id.
+    `sources` that is a COCO file with one of these images. All other images have no id.
 
     Args:
-        sources: the data of the run. A source that is not there, or cannot be read, gives no ids.
+        sources: the data of the run. A source that does not exist or cannot be read does not provide ids.
 
     Raises:
-        DataError: the file is no COCO file, or a picture of it is not there; there are two such files; shards stand
-            beside files.
-        UsageError: an argument names nothing.
+        DataError: the file is not a COCO file, or an image of it is missing; there are two such files; shards and files
+            are mixed.
+        UsageError: an argument does not name anything.
     """
     files = [argument for argument in arguments if argument.lower().endswith(_JSON) and os.path.isfile(argument)]
     if len(files) > 1:
-        what = f"two COCO files, {files[0]} and {files[1]}: an image_id may mean one picture in each of them"
-        raise DataError(what, where="INPUT", remedy="predict them one after another, into files of their own")
+        what = (
+            f"there are two COCO files, {files[0]} and {files[1]}, and an image_id may mean a different image in each"
+        )
+        raise DataError(what, where="INPUT", remedy="predict them one after another, into separate files")
     if not files:
-        records = unlabelled_pictures(arguments)
+        records = unlabelled_images(arguments)
         return UnlabelledImages(records, _numbers_of_run(records.pictures, sources), channels=channels)
     paths, numbers = _of_file(Path(files[0]), [None, *(source.images for source in sources)])
     named = [path for argument in arguments for path in (paths if argument == files[0] else [argument])]
-    return UnlabelledImages(unlabelled_pictures(named), numbers, channels=channels)
+    return UnlabelledImages(unlabelled_images(named), numbers, channels=channels)
 
 
 def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], CocoNumbers]:
-    """The paths of the pictures of a COCO file, and their numbers.
+    """The paths of the images of a COCO file, and their numbers.
 
     Args:
-        folders: where the pictures may be. None: a usual place. The first that holds the first picture is taken.
+        folders: folders that may contain the images. None: the usual ones. The first that contains the first image is
+            used.
     """
     found = read_coco_images(file, key="INPUT")
     places = [find_layout(str(file), key="INPUT", split="eval", images=folder).images for folder in folders]
@@ -104,8 +107,8 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
     paths = [os.path.join(folder, name) for name in found.file_names]
     missing = missing_files(paths)
     if missing:
-        what = f"INPUT: there is no file {paths[missing[0]]} ({len(missing)} of {len(paths)} pictures are not there)"
-        remedy = "put the pictures beside the file, as in images/val/, or give their folder instead of the COCO file"
+        what = f"INPUT: there is no file {paths[missing[0]]} ({len(missing)} of {len(paths)} images are missing)"
+        remedy = "put the images next to the file, as in images/val/, or give their folder instead of the COCO file"
         raise DataError(what, where=f"{file}: image {found.ids[missing[0]]}", remedy=remedy)
     pairs = zip(found.ids, found.file_names, strict=True)
     by_path = {os.path.realpath(path): pair for path, pair in zip(paths, pairs, strict=True)}
@@ -113,9 +116,9 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
 
 
 def _numbers_of_run(pictures: object, sources: Sequence[RunSource]) -> CocoNumbers:
-    """The numbers of the first COCO file of the run that has one of the pictures. Only a file whose folder of pictures
-    holds one of them is read."""
-    if not isinstance(pictures, PictureFiles):
+    """The ids from the first COCO file of the run that has one of the images. Only a file whose image folder contains
+    one of them is read."""
+    if not isinstance(pictures, ImageFiles):
         return CocoNumbers()
     real = {os.path.realpath(pictures.path(index)) for index in range(len(pictures))}
     for one in sources:
@@ -125,7 +128,7 @@ def _numbers_of_run(pictures: object, sources: Sequence[RunSource]) -> CocoNumbe
             if layout.kind != "coco" or not any(path.startswith(below) for path in real):
                 continue
             found = read_coco_images(layout.annotations, key="data")
-        except DataError:  # a prediction does not need the data of the training
+        except DataError:  # a prediction does not need the training data
             continue
         by_path = {
             os.path.realpath(layout.images / name): (number, name)

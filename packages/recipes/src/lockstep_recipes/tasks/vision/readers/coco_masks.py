@@ -1,4 +1,4 @@
-"""Masks that are drawn from the polygons and run-length encodings (RLE) of a COCO annotation file.
+"""Draw masks from the polygons and run-length encodings (RLE) of a COCO annotation file.
 
 Format: https://cocodataset.org/#format-data. pycocotools draws the regions, as it does for COCO's own evaluation.
 """
@@ -26,16 +26,16 @@ from lockstep_recipes.tasks.vision.readers.class_table import (
     unknown_class,
 )
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
-from lockstep_recipes.tasks.vision.readers.image_files import Pictures, add_file
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, add_file
 from lockstep_recipes.tasks.vision.readers.mask_files import MaskForm, Size, size_of
 from lockstep_recipes.tasks.vision.readers.mask_lookup import IGNORED
 
 BACKGROUND = "background"
 """The class of pixels that no annotation covers."""
 _SMALLEST_POLYGON = 6  # numbers: three points
-_LARGEST = 1e9  # coordinate: pycocotools counts in integers of 32 bits
+_LARGEST = 1e9  # coordinate: pycocotools uses 32-bit integers
 _UNKNOWN = -2
-_TINY = 4  # pixels: the longer side of a picture in which a point may be a share of the picture
+_TINY = 4  # pixels: up to this longer side of an image, a point in the first pixel is plausible
 _REPAIR = "repair or remove this annotation"
 
 
@@ -45,7 +45,7 @@ def class_table(
     """The categories of a file that are classes, and those that are ignored.
 
     Args:
-        classes: `task.classes`. None: `background`, and the categories by id. A category may itself be called so.
+        classes: `task.classes`. None: `background`, and the categories by id. A category may itself have this name.
         ignore: `task.ignore`: names or ids of categories.
         names: the classes of the training data, for evaluation data, which may lack ignored categories.
 
@@ -69,7 +69,7 @@ def category_numbers(annotations: Annotations, table: ClassTable, names: Sequenc
 
     Args:
         table: which categories are classes, and which are ignored.
-        names: the classes, among which the numbers are places.
+        names: the classes; the numbers are indices into this list.
 
     Raises:
         DataError: an annotation has a category that is neither among `names` nor ignored.
@@ -95,41 +95,41 @@ def category_numbers(annotations: Annotations, table: ClassTable, names: Sequenc
 
 
 class CocoMasks:
-    """Masks that are drawn from annotations.
+    """Masks drawn from annotations.
 
     Pixels without annotation are `background`, or ignored if there is no such class. Annotations of groups (`iscrowd`)
-    are drawn first, then the others in the order of the file: where annotations overlap, the later is seen.
+    are drawn first, then all others in the order of the file. If annotations overlap, the later one is visible.
 
     Args:
         annotations: read with segmentations.
         numbers: the class number of each category, or -1: (categories,).
         background: the class number of pixels without annotation, or -1.
-        pictures: of the annotations, for sizes that the file lacks.
+        images: the images of the annotations, for sizes that the file lacks.
     """
 
-    def __init__(self, annotations: Annotations, numbers: Array, *, background: int, pictures: Pictures) -> None:
+    def __init__(self, annotations: Annotations, numbers: Array, *, background: int, images: EncodedImages) -> None:
         self.annotations, self.numbers, self.background = annotations, numbers, background
-        self.pictures = pictures
+        self.pictures = images
 
     @classmethod
     def of_classes(
-        cls, annotations: Annotations, table: ClassTable, *, names: Sequence[str] | None, pictures: Pictures
+        cls, annotations: Annotations, table: ClassTable, *, names: Sequence[str] | None, images: EncodedImages
     ) -> CocoMasks:
-        """Masks in which the numbers of classes are places in `names`, or those of `table` if it is None.
+        """Masks in which class numbers are indices into `names`, or into the classes of `table` if it is None.
 
         Raises:
             DataError: an annotation has a category that is neither a class nor ignored.
         """
         names = table.names if names is None else list(names)
         background = names.index(BACKGROUND) if BACKGROUND in names else IGNORED
-        return cls(annotations, category_numbers(annotations, table, names), background=background, pictures=pictures)
+        return cls(annotations, category_numbers(annotations, table, names), background=background, images=images)
 
     def __len__(self) -> int:
         return len(self.annotations.image_ids)
 
     def read(self, index: int) -> npt.NDArray[np.int16]:
         size, found = self.size(index), self.annotations
-        columns = np.full(size[::-1], self.background, dtype=np.int16)  # in memory as pycocotools has its regions
+        columns = np.full(size[::-1], self.background, dtype=np.int16)  # column by column in memory, as in pycocotools
         part = found.of_image(index)
         for place in (part.start + np.argsort(~found.crowd[part], kind="stable")).tolist():
             try:
@@ -144,12 +144,12 @@ class CocoMasks:
         return (height, width) if height and width else size_of(self.pictures, index)
 
     def check(self) -> None:
-        """Look at every segmentation, without drawing it.
+        """Check every segmentation, without drawing it.
 
         Raises:
-            DataError: a segmentation is missing; a polygon has fewer than three points, or a coordinate that is no
-                finite number; a segmentation lies outside of its picture; an RLE belongs to a picture of another size;
-                or most polygons seem to be shares of their picture. The error names the annotation.
+            DataError: a segmentation is missing; a polygon has fewer than three points, or a coordinate that is not a
+                finite number; a segmentation is outside its image; an RLE belongs to an image of a different size; or
+                most polygons seem to be fractions of their image. The error names the annotation.
         """
         found = self.annotations
         size, last = (0, 0), -1
@@ -164,8 +164,8 @@ class CocoMasks:
             if isinstance(segmentation, list) and max(size) > _TINY and max(map(max, segmentation)) <= 1:
                 shares.append(place)
         if shares and 2 * len(shares) > len(found.images):
-            what = f"{len(shares)} of {len(found.images)} segmentations lie in the first pixel of their picture"
-            remedy = "are the points shares of width and height, from 0 to 1 (normalised)? Multiply them by the size"
+            what = f"{len(shares)} of {len(found.images)} segmentations are inside the first pixel of their image"
+            remedy = "are the points fractions of width and height, from 0 to 1 (normalised)? Multiply them by the size"
             raise DataError(what, where=found.where(shares[0]), remedy=f"{remedy} in pixels")
 
     def palette(self) -> Array | None:
@@ -209,7 +209,7 @@ def _region(segmentation: Any, size: Size) -> npt.NDArray[np.bool_]:
             encoded = coco.frPyObjects(segmentation, *size)
         else:
             encoded = {"size": list(size), "counts": segmentation["counts"].encode()}
-        with warnings.catch_warnings():  # pycocotools 2.0.11 does not know the newest protocol of NumPy arrays
+        with warnings.catch_warnings():  # pycocotools 2.0.11 does not support the newest NumPy array protocol
             warnings.filterwarnings("ignore", "__array__", DeprecationWarning)
             region: npt.NDArray[np.bool_] = coco.decode(encoded).view(np.bool_)
     except (ValueError, TypeError) as error:
@@ -219,7 +219,7 @@ def _region(segmentation: Any, size: Size) -> npt.NDArray[np.bool_]:
 
 def _check(segmentation: Any, size: Size) -> None:
     if not segmentation:
-        remedy = "a file of boxes alone is for detection; for segmentation each annotation needs polygons or an RLE"
+        remedy = "a file with only boxes is for detection; for segmentation, each annotation needs polygons or an RLE"
         raise _Fault("it has no segmentation", remedy)
     if isinstance(segmentation, list):
         _check_polygons(segmentation, size)
@@ -239,9 +239,9 @@ def _check_polygons(polygons: list[Any], size: Size) -> None:
         if len(polygon) < _SMALLEST_POLYGON:
             points = "point" if len(polygon) // 2 == 1 else "points"
             what = f"its polygon {number} has {len(polygon) // 2} {points}: {polygon}"
-            raise _Fault(what, "a polygon has three points or more: repair it, or remove it")
+            raise _Fault(what, "a polygon needs at least three points: repair it, or remove it")
         if len(polygon) % 2:
-            what = f"its polygon {number} has {len(polygon)} numbers, which are no pairs of x and y"
+            what = f"its polygon {number} has {len(polygon)} numbers, which are not pairs of x and y"
             raise _Fault(what)
         xs, ys = polygon[::2], polygon[1::2]
         try:
@@ -255,30 +255,31 @@ def _check_polygons(polygons: list[Any], size: Size) -> None:
         inside |= right > 0 and left < size[1] and bottom > 0 and top < size[0]
     if not inside:
         corner = f"from ({min(polygons[0][::2])}, {min(polygons[0][1::2])})"
-        what = f"it lies outside of its picture of {size[1]}x{size[0]} pixels (width x height): {corner}"
+        what = f"it is outside its image of {size[1]}x{size[0]} pixels (width x height): {corner}"
         raise _Fault(what)
 
 
 def _check_rle(rle: dict[str, Any], size: Size) -> None:
     if rle["size"] != list(size):
-        what = f"its RLE is of {rle['size']} pixels, its picture of {list(size)} (height, width)"
+        what = f"its RLE has {rle['size']} pixels, but its image {list(size)} (height, width)"
         raise _Fault(what)
     counts = rle["counts"]
     if not isinstance(counts, list | str):
         raise _Fault(f"the counts of its RLE are {counts!r}")
     runs = _runs(counts) if isinstance(counts, str) else counts
     if not all(type(run) is int and run >= 0 for run in runs):
-        raise _Fault("the counts of its RLE are not all whole numbers from 0 on")
+        raise _Fault("the counts of its RLE are not all integers of 0 or more")
     if sum(runs) != size[0] * size[1]:
-        what = f"the counts of its RLE add up to {sum(runs)}, its picture has {size[0] * size[1]} pixels"
+        what = f"the counts of its RLE add up to {sum(runs)}, but its image has {size[0] * size[1]} pixels"
         raise _Fault(what)
 
 
 def _runs(counts: str) -> list[int]:
-    """The lengths of the runs in a compressed RLE. A damaged text gives other numbers, which are checked.
+    """The lengths of the runs in a compressed RLE. A damaged text gives wrong numbers, which are checked later.
 
-    Source: `rleFrString` in https://github.com/cocodataset/cocoapi/blob/master/common/maskApi.c. Five bits in each
-    letter; the sixth says that the number goes on; from the fourth number on, the difference to that of two before.
+    Source: `rleFrString` in https://github.com/cocodataset/cocoapi/blob/master/common/maskApi.c. Each character has
+    five bits; the sixth means that the number continues. From the fourth number, the values are differences to the
+    number two before.
     """
     runs: list[int] = []
     value = place = 0

@@ -1,4 +1,4 @@
-"""A data set of decoded pictures: encoded pictures of any source, a decoder, and a cache if it is wanted."""
+"""A data set of decoded images: encoded images of any source, a decoder, and an optional cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from lockstep.cache_folder import cache_root
 from lockstep.core.data.cache_options import CacheOptions
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, folder_name
-from lockstep_recipes.tasks.vision.pictures.decode import decode
-from lockstep_recipes.tasks.vision.readers.image_files import Pictures
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache, folder_name
+from lockstep_recipes.tasks.vision.images.decode import decode
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords
 
 _DECODERS = ("pillow", "simplejpeg")
@@ -29,51 +29,56 @@ class DecodedImage(NamedTuple):
     label: int
     """The class number, or -1 if it is unknown."""
     name: str
-    """The name of the picture in its source."""
+    """The name of the image in its source."""
 
 
-class DecodedPictures(Dataset[Any]):
-    """Decoded pictures, from which data sets make samples with labels, masks or boxes. With a cache the samples are the
-    same.
+class ImageDataset(Dataset[Any]):
+    """Decoded images, from which data sets make samples with labels, masks or boxes. The cache does not change samples.
 
     Args:
-        pictures: the encoded pictures.
+        images: the encoded images.
         channels: 1 (grey) or 3 (RGB).
-        cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
-        notes: remarks for people about the way in which the source was read.
+        cache: with a cache, images are decoded only in the first epoch. None: each image is decoded whenever it is
+            read.
+        notes: remarks about how the source was read.
     """
 
     def __init__(
-        self, pictures: Pictures, *, channels: int = 3, cache: CacheOptions | None = None, notes: Sequence[str] = ()
+        self,
+        images: EncodedImages,
+        *,
+        channels: int = 3,
+        cache: CacheOptions | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        self.pictures, self.channels = pictures, channels
+        self.pictures, self.channels = images, channels
         self.notes = tuple(notes)
-        """Remarks for people about the way in which the source was read."""
-        self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
+        """Remarks about how the source was read."""
+        self.cache = None if cache is None else open_cache(images, channels=channels, options=cache)
         """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def decoded(self, index: int) -> npt.NDArray[np.uint8]:
-        """The pixels of a picture, from its file: (height, width, channels) uint8, upright.
+        """The pixels of an image, from its file: (height, width, channels) uint8, upright.
 
         Raises:
-            DataError: the file cannot be read, or is no whole picture. The error names the file.
+            DataError: the file cannot be read, or is not a complete image. The error names the file.
         """
         return decode(self.pictures.read(index), channels=self.channels, where=self.where(index))
 
     def pixels(self, index: int) -> npt.NDArray[np.uint8]:
-        """The same, from the cache if the picture is there."""
+        """The same, from the cache if it contains the image."""
         return self.decoded(index) if self.cache is None else self.cache.pixels(index, lambda: self.decoded(index))
 
     def where(self, index: int) -> str:
-        """The place of a picture, for messages."""
+        """The place of an image, for messages."""
         return self.pictures.where(index)
 
 
-class DecodedImages(DecodedPictures):
-    """Decoded pictures with class numbers: samples are `DecodedImage`."""
+class DecodedImages(ImageDataset):
+    """Decoded images with class numbers: samples are `DecodedImage`."""
 
     def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
         super().__init__(records.pictures, channels=channels, cache=cache, notes=records.notes)
@@ -84,7 +89,7 @@ class DecodedImages(DecodedPictures):
 
 
 class Digested(Protocol):
-    """Pictures of which a digest changes where a picture changes."""
+    """Images with a digest that changes if an image changes."""
 
     def __len__(self) -> int: ...
 
@@ -92,13 +97,15 @@ class Digested(Protocol):
 
 
 def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
-    """The cache of the decoded pictures of a source, in Lockstep's cache folder.
+    """The cache of the decoded images of a source, in Lockstep's cache folder.
 
-    Its name changes with the place of the source, where a file of the source changes, and with the versions of the
-    decoders, whose pixels may differ by a level.
+    Its name changes with the location and the files of the source, and with the versions of the decoders, whose pixels
+    may differ by a level.
     """
     versions = [_version(name) for name in _DECODERS]
-    versions += [found for found in [_version("pillow-heif")] if found]  # without it the cache is that of earlier days
+    versions += [
+        found for found in [_version("pillow-heif")] if found
+    ]  # without it, the cache of earlier versions stays valid
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
     return DecodedCache(folder, len(records), channels=channels, options=options)

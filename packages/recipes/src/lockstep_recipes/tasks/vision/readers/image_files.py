@@ -1,4 +1,4 @@
-"""Picture files: a folder for each class, or files by name."""
+"""Image files: a folder for each class, or files by name."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lockstep.core.foreign_errors import reading
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.input_files import special_files
 from lockstep_recipes.tasks.readers.packed_text import PackedText
-from lockstep_recipes.tasks.vision.pictures.decode import image_size, reads_heif
+from lockstep_recipes.tasks.vision.images.decode import image_size, reads_heif
 from lockstep_recipes.tasks.vision.readers.class_table import listed, unknown_class
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
-"""Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
+"""Suffixes of image files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
 HEIF_SUFFIXES = (".heic", ".heif")
-"""Suffixes of files that are pictures where `pillow-heif` is installed."""
+"""Suffixes of files that are images if `pillow-heif` is installed."""
 _OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # files that file managers leave in folders
 _SHOWN = 8
-_HEAD = 65536  # bytes of a file in which its size is found
-_PNG_HEAD = 4096  # the same, of a PNG file
+_HEAD = 65536  # bytes of a file that contain its size
+_PNG_HEAD = 4096  # the same, for a PNG file
 _PNG = b"\x89PNG\r\n\x1a\n"
-_FEW = 32  # files of a folder that are looked for one by one
+_FEW = 32  # up to this many files of a folder are looked up one by one
 
 
-class Pictures(Protocol):
-    """Encoded pictures by index. Reading is safe in forked and in spawned loader workers."""
+class EncodedImages(Protocol):
+    """Encoded images by index. Reading is safe in forked and in spawned loader workers."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """The file of a picture, as it was written: JPEG, PNG, ...
+        """The file of an image, as it was written: JPEG, PNG, ...
 
         Raises:
             DataError: it cannot be read. The error names the file.
@@ -46,26 +46,26 @@ class Pictures(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """The name of a picture in its source. It stays where the source is moved to another folder."""
+        """The name of an image in its source. It does not change if the source is moved to a different folder."""
         ...
 
     def where(self, index: int) -> str:
-        """The place of a picture, for messages."""
+        """The place of an image, for messages."""
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
-        not read. Sources at other places have other digits."""
+        """Hexadecimal digits that change if an image changes. They use path, size and times of the files, which are not
+        read. Sources in different folders have different digits."""
         ...
 
 
-class PictureFiles:
-    """Pictures that are files.
+class ImageFiles:
+    """Images in files.
 
     Args:
         root: the folder that the names are relative to.
         names: paths below `root`, or absolute paths.
-        place: from an index to the place of a picture in messages. None: its path.
+        place: returns the place of an image in messages by index. None: its path.
     """
 
     def __init__(self, root: Path, names: Sequence[str], place: Callable[[int], str] | None = None) -> None:
@@ -75,7 +75,7 @@ class PictureFiles:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """The path of a picture."""
+        """The path of an image."""
         return os.path.join("" if self.root == Path() else self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
@@ -93,7 +93,8 @@ class PictureFiles:
         return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
 
     def digest(self) -> str:
-        # Names are relative to the folder: without it, pictures of another folder with equal sizes and times are alike.
+        # Names are relative to the folder: without it, images of a different folder with equal sizes and times look the
+        # same.
         digest = hashlib.sha256(f"{os.path.realpath(self.root)!a}|".encode())
         for index in range(len(self)):
             add_file(digest, self.path(index), name=self.names[index])
@@ -101,10 +102,10 @@ class PictureFiles:
 
 
 def add_file(digest: Any, path: str | Path, *, name: str) -> None:
-    """Add name, size and times of a file to a digest; of a file that is not there its name alone.
+    """Add name, size and times of a file to a digest; for a missing file, only its name.
 
-    Archives and reproducible builds set the time of change to a constant. The time of the inode cannot be set, so that
-    a file that takes the place of another is noticed.
+    Archives and reproducible builds set the modification time to a constant. The ctime cannot be set, so a file that
+    replaces another one is noticed.
     """
     try:
         about = os.stat(path)
@@ -114,15 +115,14 @@ def add_file(digest: Any, path: str | Path, *, name: str) -> None:
 
 
 def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
-    """(height, width) in pixels of the upright picture in a file, of which only the beginning is read if possible.
-
-    A PNG file may have its orientation behind the pixels.
+    """(height, width) in pixels of the upright image in a file. Only the start of the file is read if possible. A PNG
+    file may have its orientation after the pixels.
 
     Args:
-        where: the place of the picture, for messages. None: its path.
+        where: the place of the image, for messages. None: its path.
 
     Raises:
-        DataError: the file cannot be read, or is no picture.
+        DataError: the file cannot be read, or is not an image.
     """
     where = path if where is None else where
     with reading(where), open(path, "rb") as file:
@@ -135,39 +135,40 @@ def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
         return image_size(head + file.read(), where=where)
 
 
-def picture_suffixes() -> tuple[str, ...]:
-    """Suffixes of picture files that can be read here, in lower case."""
+def image_suffixes() -> tuple[str, ...]:
+    """Suffixes of image files that can be read here, in lower case."""
     return SUFFIXES + HEIF_SUFFIXES if reads_heif() else SUFFIXES
 
 
-def is_picture(name: str) -> bool:
-    """True if a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
-    return name.lower().endswith(picture_suffixes()) and not name.startswith(".")
+def is_image(name: str) -> bool:
+    """True if a file has the suffix of an image. Hidden files do not count: macOS puts `._name.jpg` next to
+    `name.jpg`."""
+    return name.lower().endswith(image_suffixes()) and not name.startswith(".")
 
 
 def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
-    """A note that counts files that are no pictures by their endings. Empty: there is no such file.
+    """A note that counts files that are not images by suffix. Empty: there are no such files.
 
     Hidden files, and files that file managers leave behind, are not counted.
 
     Args:
-        names: of files in `where`, pictures among them.
+        names: the names of the files in `where`, including images.
     """
-    others = [name for name in names if not is_picture(name) and name[:1] != "." and name.lower() not in _OF_SYSTEMS]
+    others = [name for name in names if not is_image(name) and name[:1] != "." and name.lower() not in _OF_SYSTEMS]
     if not others:
         return ()
-    counts = Counter(os.path.splitext(name)[1].lower() or "without an ending" for name in others)
+    counts = Counter(os.path.splitext(name)[1].lower() or "without a suffix" for name in others)
     often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = listed([f"{count:,} {ending}" for ending, count in often])
     heif = "; pip install 'torch-lockstep[heic]' reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
-    return (f"{len(others):,} files below {where} are no pictures and are left out: {shown}{heif}",)
+    return (f"{len(others):,} files below {where} are not images and are left out: {shown}{heif}",)
 
 
 def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tuple[str, ...]:
     """The notes of `left_out` for whole folders, at any depth.
 
     Args:
-        labels: endings of files that belong to the pictures.
+        labels: suffixes of files that belong to the images.
     """
     notes: list[str] = []
     for folder in folders:
@@ -177,7 +178,7 @@ def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tu
 
 
 def class_folders(root: Path) -> list[str]:
-    """The names of the folders in `root`, sorted by letter as torchvision and `datasets` sort them, without hidden
+    """The names of the folders in `root`, sorted alphabetically as in torchvision and `datasets`, without hidden
     folders."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
@@ -185,14 +186,14 @@ def class_folders(root: Path) -> list[str]:
 
 def read_class_folders(
     root: Path, classes: Sequence[str] | None
-) -> tuple[PictureFiles, Array, list[str], tuple[str, ...]]:
-    """The pictures in `root/CLASS/`, at any depth: pictures, the class number of each, class names, notes.
+) -> tuple[ImageFiles, Array, list[str], tuple[str, ...]]:
+    """The images in `root/CLASS/`, at any depth: images, the class number of each, class names, notes.
 
     Args:
         classes: the classes of the training data. None: the folders are the classes.
 
     Raises:
-        DataError: there is no folder, a folder has no picture, or the name of a folder is not in `classes`; or the
+        DataError: there is no folder, a folder has no image, or the name of a folder is not in `classes`; or the
             folders are those of data for segmentation or detection.
     """
     folders = class_folders(root)
@@ -201,7 +202,7 @@ def read_class_folders(
         raise DataError("there are no class folders", where=str(root), remedy=remedy)
     if (recipe := _other_recipe(folders)) is not None:
         shown = " and ".join(f"{name}/" for name in folders)
-        what = f"the folders {shown} are no classes: this is data for the recipe `{recipe}`"
+        what = f"the folders {shown} are not classes: this is data for the recipe `{recipe}`"
         remedy = f"train with `lockstep train {recipe}`; if these are two classes, rename the folders"
         raise DataError(what, where=str(root), remedy=remedy)
     known = list(classes) if classes is not None else folders
@@ -215,20 +216,20 @@ def read_class_folders(
     counts: list[int] = []
     others: list[str] = []
     for folder in folders:
-        found = [f"{folder}/{name}" for name in pictures_below(root / folder, others)]
+        found = [f"{folder}/{name}" for name in images_below(root / folder, others)]
         if not found:
-            raise DataError("no picture in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
+            raise DataError("a class folder has no images", where=str(root / folder), remedy=_remedy(root / folder))
         names += found
         counts.append(len(found))
     codes = np.repeat(np.array([known.index(folder) for folder in folders], dtype=np.int64), counts)
     with os.scandir(root) as entries:
-        beside = sum(is_picture(entry.name) for entry in entries)
-    notes = (f"{beside} pictures in {root} are in no class folder and are left out",) if beside else ()
-    return PictureFiles(root, names), codes, known, (*notes, *left_out(others, root))
+        stray = sum(is_image(entry.name) for entry in entries)
+    notes = (f"{stray} images in {root} are not in a class folder and are left out",) if stray else ()
+    return ImageFiles(root, names), codes, known, (*notes, *left_out(others, root))
 
 
 def _other_recipe(folders: Sequence[str]) -> str | None:
-    """The recipe for which data with these folders is made, by the usual names. None: the folders may be classes."""
+    """The recipe that data with these folder names is meant for. None: the folders may be classes."""
     kinds = {"masks": "segmentation", "annotations": "detection", "labels": "detection"}
     names = [name.lower() for name in folders]
     return (
@@ -242,37 +243,37 @@ def _remedy(folder: Path) -> str:
     found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
     if {kind.lower() for kind in kinds} & set(HEIF_SUFFIXES):
         found += "pip install 'torch-lockstep[heic]' reads .heic. "
-    return f"{found}Put pictures ({', '.join(picture_suffixes())}) into it, or remove the folder"
+    return f"{found}Put images ({', '.join(image_suffixes())}) into the folder, or remove it"
 
 
-def pictures_below(folder: Path, others: list[str] | None = None) -> list[str]:
-    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once.
+def images_below(folder: Path, others: list[str] | None = None) -> list[str]:
+    """Paths of the images in a folder, relative to it and sorted. Links to folders are followed, each folder once.
     Pipes and devices are left out.
 
     Args:
-        others: gets the names of the files that are no pictures.
+        others: collects the names of the files that are not images.
     """
     seen: set[str] = set()
     found: list[str] = []
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        if real in seen:  # a link to a folder above would never end
+        if real in seen:  # a link to a parent folder would never end
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
         special = special_files(place)
-        found += [prefix + name for name in files if is_picture(name) and name not in special]
+        found += [prefix + name for name in files if is_image(name) and name not in special]
         if others is not None:
-            others += [name for name in files if not is_picture(name)]
+            others += [name for name in files if not is_image(name)]
     return sorted(found)
 
 
 def missing_files(paths: Sequence[str]) -> list[int]:
-    """The places of the files that are not there, sorted.
+    """The indices of the missing files, sorted.
 
-    A folder of many files is listed once: asking for each takes minutes on a network file system.
+    A folder with many files is listed once, because checking each file takes minutes on a network file system.
     """
     by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for place, path in enumerate(paths):

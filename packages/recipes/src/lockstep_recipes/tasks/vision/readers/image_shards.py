@@ -1,6 +1,6 @@
-"""Pictures in tar shards of the WebDataset layout. An index gives the length, and access to any picture at once.
+"""Images in tar shards of the WebDataset layout. An index provides the length, and direct access to any image.
 
-A shard holds members `KEY.jpg` (or another picture) with `KEY.cls` (the class as text) or `KEY.json` (an object with
+A shard holds members `KEY.jpg` (or another image) with `KEY.cls` (the class as text) or `KEY.json` (an object with
 the class in a field). KEY ends at the first dot of the file's name, as WebDataset defines it.
 """
 
@@ -37,7 +37,7 @@ def names_shards(source: str) -> bool:
 
 
 def has_shards(folder: Path) -> bool:
-    """True if tar files lie in a folder."""
+    """True if a folder contains tar files."""
     with os.scandir(folder) as entries:
         return any(entry.name.endswith(".tar") and not entry.name.startswith(".") for entry in entries)
 
@@ -50,11 +50,11 @@ def find_shards(source: str) -> list[Path]:
             pattern with `*`, `?` or `[]`.
 
     Raises:
-        DataError: a shard is not there, or is compressed: it then gives no access to a single picture.
+        DataError: a shard is missing, or is compressed, which does not give access to single images.
     """
     if source.endswith(COMPRESSED):
-        remedy = "unpack it to a .tar: pictures are compressed already"
-        raise DataError("a compressed shard gives no access to a single picture", where=source, remedy=remedy)
+        remedy = "unpack it to a .tar: images are already compressed"
+        raise DataError("a compressed shard does not give access to single images", where=source, remedy=remedy)
     if os.path.isdir(source):
         return sorted(path for path in Path(source).glob("*.tar") if not path.name.startswith("."))
     shards: list[Path] = []
@@ -70,11 +70,11 @@ def find_shards(source: str) -> list[Path]:
     return shards
 
 
-class ShardPictures:
-    """Pictures in tar shards. Each is read at its offset, so that processes that share a file do not disturb each
-    other.
+class ShardImages:
+    """Images in tar shards. Each is read at its offset, so processes can share a file.
 
-    An object belongs to one thread of each process. It keeps a part of the files open that a process may open.
+    An object may only be used by one thread of each process. It keeps some files open, up to a fraction of the process
+    limit.
 
     Args:
         shards: the tar files.
@@ -108,12 +108,12 @@ class ShardPictures:
             remedy = "check that the shard is there, and its permissions"
             raise DataError(f"cannot be read: {error.strerror}", where=self.where(index), remedy=remedy) from error
         if len(data) < size:
-            what = f"the shard was cut off since it was indexed: {len(data)} of {size} bytes are left"
-            raise DataError(what, where=self.where(index), remedy="bring the shard back, and start again")
+            what = f"the shard was truncated since it was indexed: {len(data)} of {size} bytes remain"
+            raise DataError(what, where=self.where(index), remedy="restore the shard, and start again")
         return data
 
     def _handle(self, shard: int) -> int:
-        """An open file of a shard. The file that was not used for the longest time is closed for it."""
+        """An open file of a shard. The least recently used file is closed for it."""
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
@@ -137,11 +137,11 @@ class ShardPictures:
         return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": OrderedDict()}  # another process opens the files itself
+        return self.__dict__ | {"_open": OrderedDict()}  # each process opens its own files
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the end of Python, `os` may be gone
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when Python exits, `os` may be gone
         for handle in self.__dict__.get("_open", {}).values():
-            try:  # noqa: SIM105 - `contextlib` may be gone too
+            try:  # noqa: SIM105 - `contextlib` may also be gone
                 close(handle)
             except OSError:
                 pass
@@ -149,43 +149,43 @@ class ShardPictures:
 
 def read_shards(
     source: str, *, label: str, labelled: bool = True
-) -> tuple[ShardPictures, Array, list[str], tuple[str, ...]]:
-    """The pictures of shards: pictures, the class number of each, class names (sorted; numbers by value), notes.
+) -> tuple[ShardImages, Array, list[str], tuple[str, ...]]:
+    """The images of shards: images, the class number of each, class names (sorted; numbers by value), notes.
 
     Args:
         source: see `find_shards`.
-        label: the field of `KEY.json` with the class. `KEY.cls` needs none, and goes first.
-        labelled: whether each picture needs a class. Otherwise the class number of a picture without a class is -1.
+        label: the field of `KEY.json` with the class. `KEY.cls` does not need it, and takes precedence.
+        labelled: whether each image needs a class. Otherwise the class number of an image without a class is -1.
 
     Raises:
-        DataError: a shard is missing, truncated or no tar file; a KEY lacks its picture or its class, or has two
-            pictures. The error names shard and member, or KEY.
+        DataError: a shard is missing, truncated or not a tar file; a KEY lacks its image or its class, or has two
+            images. The error names shard and member, or KEY.
     """
     shards = find_shards(source)
     indices = _indices(shards, label)
     if not sum(len(index.members) for index in indices):
-        remedy = "members are called KEY.jpg (or .png, ...) with KEY.cls or KEY.json; KEY ends at the first dot"
-        raise DataError(f"no picture in {len(shards)} shards", where=source, remedy=remedy)
+        remedy = "name members KEY.jpg (or .png, ...) with KEY.cls or KEY.json; KEY ends at the first dot"
+        raise DataError(f"no images in {len(shards)} shards", where=source, remedy=remedy)
     for shard, index in zip(shards, indices, strict=True):
         bare = np.flatnonzero(index.codes < 0)
         if labelled and len(bare):
             member = index.members[bare[0]]
-            more = f" ({len(bare)} of {len(index.members)} pictures of this shard have none)" if len(bare) > 1 else ""
-            remedy = f"add KEY.cls, or KEY.json with the field {label!r}; task.columns.label names another field"
+            more = f" ({len(bare)} of {len(index.members)} images of this shard have none)" if len(bare) > 1 else ""
+            remedy = f"add KEY.cls, or KEY.json with the field {label!r}; task.columns.label sets a different field"
             raise DataError(f"no label{more}", where=f"{shard}, member {member}", remedy=remedy)
     names = sorted_names({name for index in indices for name in index.labels})
     place = {name: number for number, name in enumerate(names)}
     codes = [np.array([*(place[name] for name in index.labels), -1], dtype=np.int64)[index.codes] for index in indices]
     others = sum(index.others for index in indices)
-    notes = (f"{others} members of {len(shards)} shards belong to no picture and are left out",) if others else ()
-    return ShardPictures(shards, indices), np.concatenate(codes), names, notes
+    notes = (f"{others} members of {len(shards)} shards do not belong to an image and are left out",) if others else ()
+    return ShardImages(shards, indices), np.concatenate(codes), names, notes
 
 
 def _indices(shards: Sequence[Path], label: str) -> list[ShardIndex]:
-    """The indices of the shards. Of all processes of this machine one makes what is missing, and the others wait."""
+    """The indices of the shards. One process of this machine makes the missing ones, and all others wait."""
     with contextlib.ExitStack() as held:
         root = cache_root()
-        with contextlib.suppress(OSError):  # without a lock each process makes the same
+        with contextlib.suppress(OSError):  # without a lock, each process makes the same
             root.mkdir(parents=True, exist_ok=True)
             held.enter_context(locks.locked(root / f".shards-{digest_of([*map(str, shards)])}.lock"))
         return [load_index(shard, label) for shard in shards]

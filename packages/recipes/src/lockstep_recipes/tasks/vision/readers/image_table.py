@@ -1,4 +1,4 @@
-"""Pictures that a table names, and pictures in the columns of a data set."""
+"""Images that are listed in a table, and images in the columns of a data set."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
 from lockstep_recipes.tasks.readers.labels import single_labels
 from lockstep_recipes.tasks.readers.table import Source, Table
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, add_file, missing_files
+from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, add_file, missing_files
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.classification.options import ColumnsOptions
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
-"""Usual names of columns that hold pictures or their paths."""
-_FOR_LISTS = "give each picture one label, or name another column by task.columns.label"
+"""Usual names of columns with images or their paths."""
+_FOR_LISTS = "give each image one label, or set task.columns.label to a different column"
 
 Column = str | int | None
 
@@ -38,15 +38,15 @@ class TablePlaces:
         return f"{self.name}:{self.lines[row]}" if self.by_line else f"{self.name}, row {self.lines[row]}"
 
 
-def read_paths(source: Source, given: ColumnsOptions) -> tuple[PictureFiles, Array, list[str]]:
-    """The pictures that a table names by path, the class number of each picture, and the names of the classes.
+def read_paths(source: Source, given: ColumnsOptions) -> tuple[ImageFiles, Array, list[str]]:
+    """The images that a table lists by path, the class number of each image, and the names of the classes.
 
     Args:
         source: a table file. Paths in it are relative to its folder.
-        image, label: columns by name or place. None: the column with a usual name.
+        image, label: columns by name or index. None: the column with a usual name.
 
     Raises:
-        DataError: the table cannot be read, has no such column, or lacks a label or a picture. The error names file
+        DataError: the table cannot be read, has no such column, or lacks a label or an image. The error names file
             and line.
     """
     table = source.read()
@@ -58,7 +58,7 @@ def read_paths(source: Source, given: ColumnsOptions) -> tuple[PictureFiles, Arr
     names, codes = single_labels(values, classes, column=target, where=places, for_lists=_FOR_LISTS)
     paths, root = table.columns[path], Path(source.name).parent
     _check_paths(paths, root=root, column=path, place=places)
-    return PictureFiles(root, paths, places), codes, names
+    return ImageFiles(root, paths, places), codes, names
 
 
 def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], role: str, where: str) -> str:
@@ -70,7 +70,7 @@ def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], 
 
 
 def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: TablePlaces) -> None:
-    """Raise DataError for the first row whose file is not there."""
+    """Raise DataError for the first row whose file is missing."""
     for row, value in enumerate(values):
         if not isinstance(value, str) or not value.strip():
             what = f"no path in column {column!r}: {value!r}"
@@ -82,13 +82,13 @@ def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: Table
     path = os.path.join(root, values[first])
     folder, name = os.path.split(path)
     hint = did_you_mean(name, os.listdir(folder)) if os.path.isdir(folder) else f"there is no folder {folder}. "
-    more = f" ({len(missing)} of {len(values)} rows name files that are not there)" if len(missing) > 1 else ""
+    more = f" ({len(missing)} of {len(values)} rows name missing files)" if len(missing) > 1 else ""
     remedy = f"{hint}Paths are relative to the folder of the table, {root}; task.columns.image is {column!r}"
     raise DataError(f"there is no file {path}{more}", where=place(first), remedy=remedy)
 
 
-class DataSetPictures:
-    """Pictures in a column of a `datasets.Dataset`, as they were encoded: `datasets` does not decode them.
+class DataSetImages:
+    """Encoded images in a column of a `datasets.Dataset`, which does not decode them.
 
     Args:
         data: a data set with one column.
@@ -107,19 +107,19 @@ class DataSetPictures:
         if value and value.get("bytes"):
             return bytes(value["bytes"])
         path = value and value.get("path")
-        remedy = "fill in the picture, or remove the row"
+        remedy = "fill in the image, or remove the row"
         if not path:
-            raise DataError(f"no picture in column {self.column!r}", where=self.where(index), remedy=remedy)
+            raise DataError(f"no image in column {self.column!r}", where=self.where(index), remedy=remedy)
         try:
             return Path(path).read_bytes()
         except OSError as error:
-            what = f"the picture {path} cannot be read: {error.strerror}"
+            what = f"the image {path} cannot be read: {error.strerror}"
             raise DataError(what, where=self.where(index), remedy=remedy) from error
 
     def size(self, index: int) -> int | None:
-        """The bytes of a picture, without reading it. None: there is no picture."""
+        """The bytes of an image, without reading it. None: there is no image."""
         column, row = self.data.data.column(self.column), index
-        if self.data._indices is not None:  # of a data set that was shuffled or filtered
+        if self.data._indices is not None:  # the data set was shuffled or filtered
             row = self.data._indices.column(0)[index].as_py()
         value = column[row]
         held = value["bytes"] if value.is_valid else None
@@ -145,25 +145,25 @@ class DataSetPictures:
         return digest.hexdigest()
 
     def _paths(self) -> Iterator[str]:
-        """The files of the pictures that the data set names by path. Pictures with bytes are not read here."""
+        """The files of the images that the data set names by path. Images with bytes are not read here."""
         for chunk in self.data.data.column(self.column).chunks:
             held, paths = chunk.field("bytes"), chunk.field("path")
             if held.null_count:
                 yield from paths.filter(held.is_null()).drop_null().to_pylist()
 
 
-def read_data_set(data: Any, given: ColumnsOptions, *, name: str) -> tuple[DataSetPictures, Array, list[str]]:
-    """The pictures of a `datasets.Dataset`, the class number of each picture, and the names of the classes.
+def read_data_set(data: Any, given: ColumnsOptions, *, name: str) -> tuple[DataSetImages, Array, list[str]]:
+    """The images of a `datasets.Dataset`, the class number of each image, and the names of the classes.
 
     Args:
-        image: a column of type Image, by name or place. None: the only one, or the one with a usual name.
+        image: a column of type Image, by name or index. None: the only one, or the one with a usual name.
         label: a column with labels. None: the column with a usual name.
         name: the source, for messages.
 
     Raises:
         DataError: there is no such column, or a label is missing. The error names the row.
     """
-    column = picture_column(data, given.image, role="image", usual_names=IMAGE, name=name)
+    column = image_column(data, given.image, role="image", usual_names=IMAGE, name=name)
     left = [other for other in data.features if other != column]
     target = _column(given.label, left, usual_names=LABEL, role="label", where=name)
     values = data.select_columns([target]).with_format(None).to_dict()[target]
@@ -172,60 +172,60 @@ def read_data_set(data: Any, given: ColumnsOptions, *, name: str) -> tuple[DataS
     names, codes = single_labels(
         values, classes, column=target, where=lambda row: f"{name}, row {row}", for_lists=_FOR_LISTS
     )
-    return data_set_pictures(data, column, name=name), codes, names
+    return data_set_images(data, column, name=name), codes, names
 
 
-def picture_column(
+def image_column(
     data: Any, given: Column, *, role: str, usual_names: Sequence[str], name: str, other: str | None = None
 ) -> str:
-    """The name of a column with pictures.
+    """The name of a column with images.
 
     Args:
         data: a `datasets.Dataset`.
-        given: the column by name or place. None: the only column of type Image, or the one with a usual name.
+        given: the column by name or index. None: the only column of type Image, or the one with a usual name.
         role: the key in `task.columns`, for errors.
-        usual_names: of such columns, in lower case.
+        usual_names: the usual names of such columns, in lower case.
         name: the source, for messages.
         other: a column that has another role.
 
     Raises:
-        DataError: there is no such column, or it holds no pictures.
+        DataError: there is no such column, or it does not contain images.
     """
     from datasets import Image
 
     columns = [column for column in data.features if column != other]
-    pictures = [column for column in columns if isinstance(data.features[column], Image)]
+    found = [column for column in columns if isinstance(data.features[column], Image)]
     if given is not None:
         column = named(given, list(data.features), role, name)
-    elif len(pictures) == 1:
-        column = pictures[0]
+    elif len(found) == 1:
+        column = found[0]
     else:
-        column = _column(None, pictures or columns, usual_names=usual_names, role=role, where=name)
-    if column not in pictures:
-        what = f"column {column!r} holds {data.features[column]}, not pictures"
-        listed = f"set task.columns.{role} to one of: {', '.join(pictures)}"
-        remedy = listed if pictures else f"cast it first: data.cast_column({column!r}, datasets.Image())"
+        column = _column(None, found or columns, usual_names=usual_names, role=role, where=name)
+    if column not in found:
+        what = f"column {column!r} contains {data.features[column]}, not images"
+        listed = f"set task.columns.{role} to one of: {', '.join(found)}"
+        remedy = listed if found else f"cast it first: data.cast_column({column!r}, datasets.Image())"
         raise DataError(what, where=name, remedy=remedy)
     return column
 
 
-def data_set_pictures(data: Any, column: str, *, name: str) -> DataSetPictures:
-    """The pictures in a column of a `datasets.Dataset`."""
+def data_set_images(data: Any, column: str, *, name: str) -> DataSetImages:
+    """The images in a column of a `datasets.Dataset`."""
     from datasets import Image
 
     encoded = data.select_columns([column]).with_format(None).cast_column(column, Image(decode=False))
-    return DataSetPictures(encoded, column, name)
+    return DataSetImages(encoded, column, name)
 
 
-def holds_pictures(path: Path) -> bool:
-    """True if a Parquet file holds pictures themselves (a column of `bytes` and `path`), not only their paths."""
+def holds_images(path: Path) -> bool:
+    """True if a Parquet file contains images (a column of `bytes` and `path`), not only their paths."""
     try:
         import pyarrow.parquet
     except ImportError:
-        return False  # the reader of tables says what to install
+        return False  # the table reader reports what to install
     try:
         schema = pyarrow.parquet.read_schema(path)
     except (OSError, pyarrow.ArrowException):
-        return False  # the reader of tables says what is wrong with it
+        return False  # the table reader reports the fault
     kinds = [field.type for field in schema]
     return any(pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 for kind in kinds)

@@ -1,4 +1,4 @@
-"""Masks of pictures: files beside the pictures, and columns of data sets."""
+"""Masks of images: files next to the images, and columns of data sets."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.pictures.decode import image_size
-from lockstep_recipes.tasks.vision.pictures.mask import MaskKind, decode_mask
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, Pictures, pictures_below, size_of_file
+from lockstep_recipes.tasks.vision.images.decode import image_size
+from lockstep_recipes.tasks.vision.images.mask import MaskKind, decode_mask
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles, images_below, size_of_file
 from lockstep_recipes.tasks.vision.readers.mask_lookup import MaskLookup
 
-_FIRST = 20  # masks that are looked at
+_FIRST = 20  # masks to inspect
 IMAGES, MASKS = "images", "masks"
-"""Names of the folders with pictures, and with their masks."""
+"""Names of the folders with images, and with their masks."""
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """The way in which the mask files of a source name the class of a pixel, so that predictions can do the same."""
+    """How the mask files of a source encode the class of a pixel, so that predictions can use the same encoding."""
 
     kind: MaskKind
     """The kind of the files."""
@@ -44,7 +44,7 @@ class Masks(Protocol):
         """The class number of each pixel, or -1: (height, width).
 
         Raises:
-            DataError: the mask cannot be read, or holds a value that is no class. The error names mask and value.
+            DataError: the mask cannot be read, or contains a value that is not a class. The error names mask and value.
         """
         ...
 
@@ -57,7 +57,7 @@ class Masks(Protocol):
         ...
 
     def check(self) -> None:
-        """Look for faults that are seen without reading the masks.
+        """Check for faults that can be found without reading the masks.
 
         Raises:
             DataError: there is such a fault.
@@ -69,7 +69,7 @@ class Masks(Protocol):
         ...
 
     def form(self) -> MaskForm:
-        """The values that mean the classes of the source in its files."""
+        """The values of the classes in the files of the source."""
         ...
 
     def where(self, index: int) -> str:
@@ -77,19 +77,19 @@ class Masks(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a mask changes, or its meaning."""
+        """Hexadecimal digits that change if a mask or its meaning changes."""
         ...
 
 
 class EncodedMasks:
-    """Masks that are picture files.
+    """Masks in image files.
 
     Args:
         files: the encoded masks.
         lookup: what their values mean.
     """
 
-    def __init__(self, files: Pictures, lookup: MaskLookup) -> None:
+    def __init__(self, files: EncodedImages, lookup: MaskLookup) -> None:
         self.files, self.lookup = files, lookup
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class EncodedMasks:
         return size_of(self.files, index)
 
     def check(self) -> None:
-        pass  # pairs were looked for when the folder was read
+        pass  # pairs were checked when the folder was read
 
     def palette(self) -> Array | None:
         return decode_mask(self.files.read(0), where=self.where(0)).palette if len(self) else None
@@ -123,8 +123,8 @@ class EncodedMasks:
         return hashlib.sha256(f"{self.files.digest()}|{self.lookup.numbers()}".encode()).hexdigest()
 
 
-def ids_in(files: Pictures) -> list[int]:
-    """The ids that occur in the first 20 masks. Empty: they are pictures in colour."""
+def ids_in(files: EncodedImages) -> list[int]:
+    """The ids that occur in the first 20 masks. Empty: they are colour images."""
     found: set[int] = set()
     for index in range(min(_FIRST, len(files))):
         mask = decode_mask(files.read(index), where=files.where(index))
@@ -134,54 +134,54 @@ def ids_in(files: Pictures) -> list[int]:
     return sorted(found)
 
 
-def size_of(pictures: Pictures, index: int, *, whole: bool = False) -> Size:
-    """(height, width) in pixels of an encoded picture, upright.
+def size_of(pictures: EncodedImages, index: int, *, whole: bool = False) -> Size:
+    """(height, width) in pixels of an encoded image, upright.
 
     Args:
-        whole: read the whole file. Otherwise its beginning, where almost every file has its size.
+        whole: read the whole file. Otherwise only its start, which contains the size in almost all files.
 
     Raises:
-        DataError: the file cannot be read, or is no picture.
+        DataError: the file cannot be read, or is not an image.
     """
-    if whole or not isinstance(pictures, PictureFiles):
+    if whole or not isinstance(pictures, ImageFiles):
         return image_size(pictures.read(index), where=pictures.where(index))
     return size_of_file(pictures.path(index), where=pictures.where(index))
 
 
-def read_mask_folder(folder: Path, part: str = "") -> tuple[PictureFiles, PictureFiles]:
-    """The pictures in `folder/images` and their masks in `folder/masks`, at any depth, in the order of the names.
+def read_mask_folder(folder: Path, part: str = "") -> tuple[ImageFiles, ImageFiles]:
+    """The images in `folder/images` and their masks in `folder/masks`, at any depth, in the order of the names.
 
-    A mask has the name of its picture, whatever the suffixes are.
+    A mask has the name of its image; suffixes may differ.
 
     Args:
         part: read `folder/images/PART` and `folder/masks/PART` instead.
 
     Raises:
-        DataError: one of the folders is missing; there is no picture; a picture has no mask; a mask has no picture; or
-            two files of a folder differ in the suffix only. The error names the file.
+        DataError: one of the folders is missing; there is no image; an image has no mask; a mask has no image; or two
+            files of a folder differ only in the suffix. The error names the file.
     """
     inside = [folder / name / part for name in (IMAGES, MASKS)]
     for place in inside:
         if not place.is_dir():
             what = f"there is no folder {place.relative_to(folder)}/"
-            remedy = f"put pictures into {inside[0]} and a mask of the same name for each into {inside[1]}"
+            remedy = f"put images into {inside[0]}, and for each a mask with the same name into {inside[1]}"
             raise DataError(what, where=str(folder), remedy=remedy)
     images, masks = map(_by_stem, inside)
     if not images:
-        raise DataError("there is no picture", where=str(inside[0]), remedy="put pictures into this folder")
-    _check_pairs(images, masks, inside[0], inside[1], what="picture has no mask")
-    _check_pairs(masks, images, inside[1], inside[0], what="mask has no picture")
+        raise DataError("there is no image", where=str(inside[0]), remedy="put images into this folder")
+    _check_pairs(images, masks, inside[0], inside[1], what="image has no mask")
+    _check_pairs(masks, images, inside[1], inside[0], what="mask has no image")
     pictures, of_masks = ([files[stem] for stem in sorted(images)] for files in (images, masks))
-    return PictureFiles(inside[0], pictures), PictureFiles(inside[1], of_masks)
+    return ImageFiles(inside[0], pictures), ImageFiles(inside[1], of_masks)
 
 
 def _by_stem(folder: Path) -> dict[str, str]:
-    """Names of the pictures below a folder, by the names without suffix."""
+    """Names of the images below a folder, by the names without suffix."""
     found: dict[str, str] = {}
-    for name in pictures_below(folder):
+    for name in images_below(folder):
         stem = name[: name.rindex(".")]
         if stem in found:
-            what = f"{found[stem]} and {Path(name).name} have the same name but for the suffix"
+            what = f"{found[stem]} and {Path(name).name} have the same name except for the suffix"
             raise DataError(what, where=str(folder), remedy="remove one of the two, or rename it")
         found[stem] = name
     return found
@@ -193,5 +193,5 @@ def _check_pairs(files: dict[str, str], others: dict[str, str], folder: Path, ot
         return
     more = f" ({len(missing)} of {len(files)} files of this folder have none)" if len(missing) > 1 else ""
     near = did_you_mean(missing[0], sorted(set(others) - set(files))[:1000])
-    remedy = f"{near}Add {other_folder / missing[0]}.png (or another suffix), or remove the file"
+    remedy = f"{near}Add {other_folder / missing[0]}.png (or a different suffix), or remove the file"
     raise DataError(f"this {what}{more}", where=str(folder / files[missing[0]]), remedy=remedy)

@@ -1,4 +1,4 @@
-"""The arrangement of a folder of pictures with masks: its parts, its kind, and its file of classes."""
+"""The layout of a folder of images with masks: its splits, its kind, and its class file."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def inner_part(folder: Path, split: Split) -> str:
 
 
 def class_file(folder: Path, root: Path) -> str | None:
-    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part.
+    """The class file of a folder of images and masks, or of the parent folder if it is a split.
 
-    A file of such a name that describes the folders of a data set and has no names is passed over.
+    A file with such a name that describes the folders of a data set but does not have class names is skipped.
 
     Raises:
-        DataError: there are two such files beside each other.
+        DataError: there are two such files in one folder.
     """
     for place in _places(folder, root):
         found = [name for name in CLASS_FILES if (place / name).is_file() and not is_foreign(place / name)]
         if len(found) > 1:
             remedy = f"remove one of them, or choose with task.classes={place / found[0]}"
-            what = f"there are two files of classes: {found[0]} and {found[1]}"
+            what = f"there are two class files: {found[0]} and {found[1]}"
             raise DataError(what, where=str(place), remedy=remedy)
         if found:
             return str(place / found[0])
@@ -49,7 +49,7 @@ def class_file(folder: Path, root: Path) -> str | None:
 
 
 def foreign_files(folder: Path, root: Path) -> list[str]:
-    """The files that `class_file` passes over."""
+    """The files that `class_file` skips."""
     named = [place / name for place in _places(folder, root) for name in CLASS_FILES]
     return [str(path) for path in named if path.is_file() and is_foreign(path)]
 
@@ -63,7 +63,7 @@ def evaluation_source_with_masks(train: str) -> str | None:
     """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
 
     Returns:
-        the same source, if it has a part for evaluation; the evaluation split of a folder that `datasets` saved.
+        the same source, if it has an evaluation split; the evaluation split of a folder that `datasets` saved.
         Otherwise None.
     """
     if is_coco(Path(train)):

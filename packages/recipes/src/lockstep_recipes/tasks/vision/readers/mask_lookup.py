@@ -1,4 +1,4 @@
-"""From the values in a mask file to class numbers, by tables."""
+"""Convert the values in a mask file to class numbers with lookup tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.pictures.mask import MaskValues
+from lockstep_recipes.tasks.vision.images.mask import MaskValues
 from lockstep_recipes.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
 
 IGNORED = -1
-"""The class number of pixels that belong to no class."""
+"""The class number of pixels that do not belong to a class."""
 _UNKNOWN = -2
-_DIRECT = 2**16  # ids below this number are found by their place in an array
+_DIRECT = 2**16  # ids below this number are looked up in an array
 _SHOWN = 5
 
 
@@ -43,8 +43,8 @@ class MaskLookup:
     """Class numbers of the values in mask files.
 
     Args:
-        table: what the values mean.
-        names: the classes of the training data, among which the numbers are places. None: those of `table`.
+        table: the meaning of the values.
+        names: the classes of the training data; the numbers are indices into this list. None: those of `table`.
 
     Raises:
         DataError: a class of `table` is not among `names`.
@@ -69,7 +69,7 @@ class MaskLookup:
             where: the mask, for messages.
 
         Raises:
-            DataError: a value is neither a class nor ignored; the file has colours, and the table has none; or the
+            DataError: a value is neither a class nor ignored; the file has colours, but the table has none; or the
                 palette of the file contradicts the colours of the table. The error names the value.
         """
         if mask.in_color:
@@ -82,7 +82,7 @@ class MaskLookup:
         return self._of_ids(mask.values, where)
 
     def numbers(self) -> str:
-        """The class numbers of all ids and colours as text, in which another meaning of a file shows."""
+        """The class numbers of all ids and colours as text, which changes if the meaning of a file changes."""
         tables = [list(zip(table.keys.tolist(), table.numbers.tolist(), strict=True)) for table in self._tables]
         return f"{tables}{self.table.masks}"
 
@@ -97,14 +97,17 @@ class MaskLookup:
             found = np.unique(values[unknown])
             row, column = (int(place[0]) for place in np.nonzero(unknown))
             shown = listed([str(value) for value in found], _SHOWN)
-            what = f"the mask holds {shown}, which no class has: {int(unknown.sum())} pixels, the first in row {row}, "
+            what = (
+                f"the mask contains {shown}, which does not belong to a class: {int(unknown.sum())} pixels, the "
+                f"first in row {row}, "
+            )
             raise DataError(f"{what}column {column}", where=where, remedy=self._remedy(found))
         return numbers
 
     def _remedy(self, found: Array) -> str:
         classes, ignored = self.table.classes, self.table.ignored
         known = listed([f"{entry.id} ({entry.name})" for entry in classes])
-        ignores = f", ignored are {listed([str(entry.id) for entry in ignored])}" if ignored else ""
+        ignores = f", ignored ids are {listed([str(entry.id) for entry in ignored])}" if ignored else ""
         value = int(found[0])
         remedy = f"classes are {known}{ignores}. Name the class in {self.table.where}, or set task.ignore=[{value}]"
         if found.tolist() == [255] and [entry.id for entry in classes] == [0, 1]:
@@ -114,7 +117,7 @@ class MaskLookup:
 
     def _of_colors(self, values: Array, where: str) -> npt.NDArray[np.int16]:
         if not self._has_colors:
-            what = "the mask is a picture in colour, and the classes have no colours"
+            what = "the mask is a colour image, but the classes have no colours"
             remedy = f"give them in {self.table.where}: {{sky: [128, 128, 128], ...}}; or save masks of ids"
             raise DataError(what, where=where, remedy=remedy)
         wide = values.astype(np.int32)
@@ -127,16 +130,16 @@ class MaskLookup:
             shown = ", ".join(str([int(value) >> 16, int(value) >> 8 & 255, int(value) & 255]) for value in often)
             row, column = (int(place[0]) for place in np.nonzero(unknown))
             more = ", ..." if len(found) > _SHOWN else ""
-            what = f"the mask holds {len(found)} colours that no class has: {shown}{more}"
+            what = f"the mask contains {len(found)} colours that do not belong to a class: {shown}{more}"
             what += f" ({int(unknown.sum())} pixels, the first in row {row}, column {column})"
             remedy = (
                 f"give each colour a class in {self.table.where}, or add it to task.ignore. Many such colours mean "
             )
-            raise DataError(what, where=where, remedy=f"{remedy}that the mask was resized or compressed: save it anew")
+            raise DataError(what, where=where, remedy=f"{remedy}that the mask was resized or compressed: save it again")
         return numbers
 
     def _check_palette(self, values: Array, palette: Array, where: str) -> None:
-        """Raise DataError where an id in use has the colour of another class: one of the two must be wrong."""
+        """Raise DataError if a used id has the colour of a different class: one of the two must be wrong."""
         meant = {entry.color: entry for entry in (*self.table.classes, *self.table.ignored) if entry.color is not None}
         by_id = {entry.id: entry for entry in (*self.table.classes, *self.table.ignored)}
         suspect: list[tuple[int, Color]] = []
@@ -151,7 +154,7 @@ class MaskLookup:
             if used[number]:
                 by_id_, other = by_id[number].name, meant[color].name
                 what = f"id {number} is {by_id_!r}, but its colour in the palette, {list(color)}, is {other!r}'s"
-                remedy = "write `masks: ids` into the file of classes if the ids are right, or `masks: colors`"
+                remedy = "write `masks: ids` into the class file if the ids are correct, otherwise `masks: colors`"
                 raise DataError(what, where=where, remedy=remedy)
 
 

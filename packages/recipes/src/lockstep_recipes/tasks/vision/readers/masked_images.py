@@ -1,4 +1,4 @@
-"""Pictures with masks (a class for each pixel) from folders, data sets and COCO files, as a map-style data set."""
+"""Images with masks (a class for each pixel) from folders, data sets and COCO files, as a map-style data set."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy.typing as npt
 
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import SKIP, DataError
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, reduced_size
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache, reduced_size
 from lockstep_recipes.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import picture_files
 from lockstep_recipes.tasks.vision.readers.class_table import ClassesOption, ClassTable, Color
 from lockstep_recipes.tasks.vision.readers.coco_file import read_coco
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedPictures, open_cache
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, Pictures, left_out_below
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset, open_cache
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles, left_out_below
 from lockstep_recipes.tasks.vision.readers.image_records import Split
-from lockstep_recipes.tasks.vision.readers.image_table import IMAGE, data_set_pictures, picture_column
+from lockstep_recipes.tasks.vision.readers.image_table import IMAGE, data_set_images, image_column
 from lockstep_recipes.tasks.vision.readers.mask_files import EncodedMasks, Masks
 from lockstep_recipes.tasks.vision.readers.mask_layouts import class_file, foreign_files, inner_part, is_coco
 from lockstep_recipes.tasks.vision.readers.mask_lookup import IGNORED, MaskLookup
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
 
 MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "label", "labels", "segmentation", "segmentation_mask")
-"""Usual names of columns that hold masks."""
+"""Usual names of columns with masks."""
 MOST_CHECKED = 500
 """Masks that `MaskedImages.check` reads."""
 _KEPT_CLASSES = 255  # the cache keeps masks of up to this many classes, as uint8
@@ -45,40 +45,40 @@ class MaskedImage(NamedTuple):
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) uint8, upright."""
     mask: npt.NDArray[np.int16] | None
-    """The class number of each pixel, or -1 for a pixel that is ignored: (height, width) int16. None: the picture has
-    no mask."""
+    """The class number of each pixel, or -1 for an ignored pixel: (height, width) int16. None: the image has no
+    mask."""
     name: str
-    """The name of the picture in its source."""
+    """The name of the image in its source."""
 
 
 @dataclass(frozen=True)
 class ClassPixels:
-    """Numbers of the pixels of some masks that belong to each class."""
+    """Pixel counts by class of some masks."""
 
     counts: list[int]
     """Pixels of each class, by class number."""
     ignored: int
-    """Pixels that belong to no class."""
+    """Pixels that do not belong to a class."""
     masks: int
     """Masks that were counted."""
     of_masks: int
     """Masks of the data set."""
 
 
-class MaskedImages(DecodedPictures):
-    """Decoded pictures with masks: samples are `MaskedImage`.
+class MaskedImages(ImageDataset):
+    """Decoded images with masks: samples are `MaskedImage`.
 
     Args:
-        pictures: the encoded pictures.
-        masks: a mask for each. None: the pictures have none.
+        images: the encoded images.
+        masks: a mask for each. None: the images have none.
         classes: the names of the classes, by number.
-        colors: a colour for each class, to draw it. None: the colours of the first mask's palette, or usual ones.
-        channels, cache, notes: as for `DecodedPictures`. Pictures and masks share the limit of the cache.
+        colors: a colour to draw each class. None: the colours of the first mask's palette, or default ones.
+        channels, cache, notes: as for `ImageDataset`. Images and masks share the limit of the cache.
     """
 
     def __init__(
         self,
-        pictures: Pictures,
+        images: EncodedImages,
         masks: Masks | None,
         classes: Sequence[str],
         *,
@@ -91,21 +91,21 @@ class MaskedImages(DecodedPictures):
         limit = None if cache is None else cache.limit_bytes
         each = None if limit is None else limit // (channels + (kept is not None))
         own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
-        super().__init__(pictures, channels=channels, cache=own, notes=notes)
+        super().__init__(images, channels=channels, cache=own, notes=notes)
         self.masks, self.classes, self.colors = masks, list(classes), list(colors)
         self.shorter_side = None if cache is None else cache.shorter_side
         self.mask_cache: DecodedCache | None = None
         """The cache of masks. None: there is no cache, or there are more than 255 classes."""
         if kept is not None and cache is not None:
-            reduced_masks = _ReducedMasks(kept, self.shorter_side)  # the cache itself would blend class numbers
+            reduced_masks = _ReducedMasks(kept, self.shorter_side)  # the cache would interpolate class numbers
             self.mask_cache = open_cache(reduced_masks, channels=1, options=CacheOptions(limit_bytes=each))
 
     def __getitem__(self, index: int) -> MaskedImage:
         """A sample.
 
         Raises:
-            DataError: a file cannot be read, or is no whole picture; the mask has another size than the picture, or a
-                value that is no class. The error names file and value.
+            DataError: a file cannot be read, or is not a complete image; the mask and the image differ in size, or the
+                mask contains a value that is not a class. The error names file and value.
         """
         pixels = self.pixels(index)
         name = self.pictures.name(index)
@@ -117,7 +117,7 @@ class MaskedImages(DecodedPictures):
         return MaskedImage(pixels, mask, name)
 
     def _mask(self, masks: Masks, index: int) -> npt.NDArray[np.int16]:
-        """The mask of a picture, reduced as the cache reduces pictures."""
+        """The mask of an image, reduced like the cache reduces images."""
         if self.mask_cache is None:
             return _reduced(masks.read(index), self.shorter_side)
 
@@ -131,16 +131,16 @@ class MaskedImages(DecodedPictures):
         return mask
 
     def check(self, most: int = MOST_CHECKED) -> ClassPixels:
-        """Look for faults before training, and count the pixels of each class.
+        """Check for faults before training, and count the pixels of each class.
 
-        The size of each mask is compared with that of its picture, by the headers of the files: some thousand pairs in
-        a second. Of a data set of `datasets`, which has no files with headers, `most` rows are compared. Then `most`
-        masks are read, drawn at random but always the same; all, where there are no more. Faults in other masks are
-        found when they are read.
+        The size of each mask is compared with that of its image, from the file headers: a few thousand pairs per
+        second. For a data set of `datasets`, which has no files with headers, `most` rows are compared. Then `most`
+        masks are read, a random but fixed choice, or all if there are fewer. Faults in all other masks are found when
+        they are read.
 
         Raises:
-            DataError: a mask has another size than its picture, or a value that is no class; or a file cannot be read.
-                `data.on_error` has no influence on it, so that faults of a whole data set are found.
+            DataError: a mask and its image differ in size, a mask contains a value that is not a class, or a file
+                cannot be read. `data.on_error` does not apply here, so that faults of a whole data set are found.
         """
         with _without_skip():
             return self._checked(most)
@@ -150,7 +150,7 @@ class MaskedImages(DecodedPictures):
             return ClassPixels([0] * len(self.classes), ignored=0, masks=0, of_masks=0)
         self.masks.check()
         chosen = np.sort(np.random.default_rng(0).permutation(len(self))[:most])
-        self._check_sizes(range(len(self)) if isinstance(self.pictures, PictureFiles) else chosen.tolist())
+        self._check_sizes(range(len(self)) if isinstance(self.pictures, ImageFiles) else chosen.tolist())
         counts = np.zeros(len(self.classes) + 1, dtype=np.int64)
         for index in chosen.tolist():
             counts += np.bincount(self.masks.read(index).reshape(-1) + 1, minlength=len(counts))
@@ -165,25 +165,25 @@ class MaskedImages(DecodedPictures):
             if (mask := self.masks.read(index).shape) != picture:
                 raise self._wrong_size(index, mask, picture, others=len(wrong) - 1)
 
-    def _wrong_size(self, index: int, mask: tuple[int, ...], picture: tuple[int, ...], *, others: int = 0) -> DataError:
+    def _wrong_size(self, index: int, mask: tuple[int, ...], image: tuple[int, ...], *, others: int = 0) -> DataError:
         assert self.masks is not None
-        more = f"; {others} other masks differ too" if others else ""
-        what = f"the mask has {mask[0]}x{mask[1]} pixels (height x width), its picture {picture[0]}x{picture[1]}"
-        remedy = "save the mask in the size of its picture"
-        if mask == picture[::-1]:
-            remedy += "; the picture may have an orientation in its EXIF data that the mask lacks"
+        more = f"; {others} other masks also differ" if others else ""
+        what = f"the mask has {mask[0]}x{mask[1]} pixels (height x width), but its image {image[0]}x{image[1]}"
+        remedy = "save the mask with the size of its image"
+        if mask == image[::-1]:
+            remedy += "; the image may have an orientation in its EXIF data that the mask lacks"
         return DataError(what + more, where=f"{self.masks.where(index)}, mask of {self.where(index)}", remedy=remedy)
 
 
 @contextlib.contextmanager
 def _without_skip() -> Iterator[None]:
-    """Errors in the block do not advise `data.on_error=skip`, which holds for what is read later."""
+    """Errors in the block do not suggest `data.on_error=skip`, which only applies to later reads."""
     try:
         yield
     except DataError as error:
         if error.remedy is None or SKIP not in error.remedy:
             raise
-        remedy = error.remedy.replace(SKIP, "remove both the picture and its mask")
+        remedy = error.remedy.replace(SKIP, "remove both the image and its mask")
         raise DataError(error.what, where=error.where, remedy=remedy) from error
 
 
@@ -201,7 +201,7 @@ class _ReducedMasks:
 
 
 def _reduced(mask: npt.NDArray[np.int16], shorter_side: int | None) -> npt.NDArray[np.int16]:
-    """A mask in the size that the cache gives its picture: the values at the centres of the new pixels."""
+    """A mask at the size of its image in the cache: the values at the centres of the new pixels."""
     height, width = mask.shape
     size = reduced_size(height, width, shorter_side)
     if size == (height, width):
@@ -224,29 +224,29 @@ def read_masked_images(
     names: Sequence[str] | None = None,
     cache: CacheOptions | None = None,
 ) -> MaskedImages:
-    """The pictures of a source, with masks.
+    """The images of a source, with masks.
 
     | source | samples |
     |---|---|
-    | a folder with `images/` and `masks/` | a picture and the mask of the same name, at any depth |
+    | a folder with `images/` and `masks/` | an image and the mask of the same name, at any depth |
     | a folder with `train/`, and `val/`, `validation/`, `valid/`, `eval/` or `test/` | such folders in one of these |
     | a folder with `images/train/` and `masks/train/`, `images/val/` and `masks/val/` | one of these pairs |
-    | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a column of pictures, a column of masks |
+    | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a column of images, a column of masks |
     | a COCO file (.json), or a folder with `annotations/*.json` and no masks | masks are drawn from polygons and RLE |
 
     Args:
-        split: which part to read where the source has several and names none.
+        split: the split to read if the source has several and does not name one.
         options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset` and `channels`. Without
-            `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the part or in the
-            folder around it; of COCO files `background` (pixels without annotation) and the categories.
-        names: the class names of the training data, for evaluation data: class numbers are places in this list. None:
-            the classes of the source.
-        cache: keep decoded pictures and masks on disk. Evaluation data are never reduced to `shorter_side`: they are
-            evaluated in their own size.
+            `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the split or its
+            parent; for COCO files, `background` (pixels without annotation) and the categories.
+        names: the class names of the training data, for evaluation data: class numbers are indices into this list.
+            None: the classes of the source.
+        cache: options of the disk cache of decoded images and masks. Evaluation data is never reduced to
+            `shorter_side`, because it is evaluated at its original size.
 
     Raises:
-        DataError: there is no such source; a picture or a mask is missing (file); the classes are not known, or are
-            not among `names`. Sizes and values of masks are not looked at here, but by `MaskedImages.check`.
+        DataError: there is no such source; an image or a mask is missing (file); the classes are unknown, or are not
+            among `names`. Sizes and values of masks are not checked here, but by `MaskedImages.check`.
     """
     path, key = Path(source), f"data.{split}"
     masks: Masks
@@ -254,20 +254,22 @@ def read_masked_images(
         layout = find_layout(source, key=key, split=split, images=options.images_of(split))
         found = read_coco(layout.annotations, key=key, boxes=False, segmentations=True)
         table = coco_masks.class_table(found, options.classes, options.ignore, names=names)
-        pictures: Pictures = picture_files(found, layout.images, key)
-        masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
+        pictures: EncodedImages = picture_files(found, layout.images, key)
+        masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, images=pictures), found.notes
     else:
         pictures, files, folder = _files(source, split, options)
         classes, foreign = options.classes, list[str]()
         if classes is None and folder is not None:
             classes, foreign = class_file(folder, path), foreign_files(folder, path)
-        foreign = [f"{file} describes folders of a data set and names no classes: it is not used" for file in foreign]
-        notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, PictureFiles))
+        foreign = [
+            f"{file} describes the folders of a data set but does not name classes: it is not used" for file in foreign
+        ]
+        notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, ImageFiles))
         notes = (*notes, *(f"note: {text}" for text in foreign))
         if classes is None and (second := _second_of_two_ids(files)) is not None:
             classes = {"background": 0, "object": second}
-            what = f"no classes are named, and the first masks of data.{split} hold two ids"
-            notes = (*notes, f"{what}: task.classes='{{background: 0, object: {second}}}' is taken")
+            what = f"no classes are named, and the first masks of data.{split} contain two ids"
+            notes = (*notes, f"{what}: using task.classes='{{background: 0, object: {second}}}'")
         table = _table(classes, options.ignore, files=files, key=key, foreign=foreign)
         masks = EncodedMasks(files, MaskLookup(table, names))
     if cache is not None and split == "eval":
@@ -278,9 +280,8 @@ def read_masked_images(
 
 
 def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequence[str]) -> list[str]:
-    """Classes that occur in evaluation masks, and in none of the training masks. A model cannot learn them.
-
-    Empty where not all training masks were counted.
+    """Classes that occur in evaluation masks but in none of the training masks, so a model cannot learn them. Empty if
+    not all training masks were counted.
 
     Args:
         classes: the names of the classes.
@@ -294,62 +295,62 @@ def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequ
 def masked_inputs(
     arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3
 ) -> MaskedImages:
-    """Pictures to predict, without masks: files, folders, patterns and tar shards.
+    """Images to predict, without masks: files, folders, patterns and tar shards.
 
     Args:
-        arguments: as `unlabelled_pictures` takes them.
-        classes, colors: of the training data.
+        arguments: see `unlabelled_images`.
+        classes, colors: those of the training data.
 
     Raises:
-        DataError: shards stand beside files.
-        UsageError: an argument names nothing.
+        DataError: shards and files are mixed.
+        UsageError: an argument does not name anything.
     """
-    records = image_records.unlabelled_pictures(arguments)
+    records = image_records.unlabelled_images(arguments)
     return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
 
 
 def _table(
-    classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, key: str, foreign: Sequence[str]
+    classes: ClassesOption, ignore: Sequence[Any], *, files: EncodedImages, key: str, foreign: Sequence[str]
 ) -> ClassTable:
-    """The table that `classes` gives, without what is ignored."""
+    """The table from `classes`, without ignored entries."""
     if classes is None:
         ids = mask_files.ids_in(files)
-        seen = f"the first masks hold the ids {class_table.listed([str(value) for value in ids], 20)}"
-        files_of_classes = f"a file, or {class_table.CLASS_FILES[0]} beside the masks"
+        seen = f"the first masks contain the ids {class_table.listed([str(value) for value in ids], 20)}"
+        files_of_classes = f"a file, or {class_table.CLASS_FILES[0]} next to the masks"
         remedy = f"name the classes: task.classes='[background, object]', {files_of_classes}"
-        seen = seen if ids else "the masks are pictures in colour"
-        what = "; ".join(("the names of the classes are not known", seen, *foreign))
+        seen = seen if ids else "the masks are colour images"
+        what = "; ".join(("the class names are unknown", seen, *foreign))
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
 
 
-def _second_of_two_ids(files: Pictures) -> int | None:
-    """1 or 255 if the first masks hold 0 and this id, as most masks of one class do. None: they hold others."""
+def _second_of_two_ids(files: EncodedImages) -> int | None:
+    """1 or 255 if the first masks contain only 0 and this id, as most masks of one class do. Otherwise None."""
     ids = mask_files.ids_in(files)
     return ids[1] if ids in ([0, 1], [0, 255]) else None
 
 
-def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[Pictures, Pictures, Path | None]:
-    """The pictures of a folder or a data set, the files of their masks, and the folder in which they lie."""
+def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[EncodedImages, EncodedImages, Path | None]:
+    """The images of a folder or a data set, the files of their masks, and their folder."""
     path, columns = Path(source), options.columns
     if path.is_dir() and not image_records.is_saved_data_set(path):
         folder = image_records.part_of_folder(path, split) or path
         return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
     remedy = "Give a folder with images/ and masks/, or a COCO file (.json)"
-    data, name = image_records.open_data_set(source, split, options.subset, what="pictures with masks", remedy=remedy)
-    mask = picture_column(data, columns.mask, role="mask", usual_names=MASK_COLUMNS, name=name)
-    image = picture_column(data, columns.image, role="image", usual_names=IMAGE, name=name, other=mask)
+    data, name = image_records.open_data_set(source, split, options.subset, what="images with masks", remedy=remedy)
+    mask = image_column(data, columns.mask, role="mask", usual_names=MASK_COLUMNS, name=name)
+    image = image_column(data, columns.image, role="image", usual_names=IMAGE, name=name, other=mask)
     if not len(data):
-        raise DataError(f"data.{split} holds no picture", where=source, remedy="give a source with pictures")
-    return data_set_pictures(data, image, name=name), data_set_pictures(data, mask, name=name), None
+        raise DataError(f"data.{split} contains no images", where=source, remedy="give a source with images")
+    return data_set_images(data, image, name=name), data_set_images(data, mask, name=name), None
 
 
 def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> list[Color]:
     """A colour for each class, for drawings."""
     try:
         palette = masks.palette()
-    except DataError:  # the fault is said where the mask is needed
+    except DataError:  # the fault is reported when the mask is needed
         palette = None
     own = dict(zip(table.names, table.colors(palette), strict=True))
     spare = (color for color in map(class_table.usual_color, itertools.count()) if color not in own.values())

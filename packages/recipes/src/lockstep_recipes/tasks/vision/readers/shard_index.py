@@ -1,4 +1,5 @@
-"""The index of a tar shard: where each picture lies, and its class. One pass over the headers makes it. It is kept."""
+"""The index of a tar shard: the offset and the class of each image. It is made in one pass over the headers, and
+cached."""
 
 from __future__ import annotations
 
@@ -21,42 +22,41 @@ from lockstep.core.foreign_errors import reading
 from lockstep_recipes.shards.formats.tar import members
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.cache import digest_of
-from lockstep_recipes.tasks.vision.pictures.decode import reads_heif
-from lockstep_recipes.tasks.vision.readers.image_files import picture_suffixes
+from lockstep_recipes.tasks.vision.images.decode import reads_heif
+from lockstep_recipes.tasks.vision.readers.image_files import image_suffixes
 
-_FORMAT = 1  # of the kept files; a file of another format is made again
+_FORMAT = 1  # version of the index files; an index with a different version is made again
 
 
 @dataclass
 class ShardIndex:
-    """Facts about a shard that are known without reading its pictures."""
+    """What is known about a shard without reading its images."""
 
     size: int
     """Bytes of the shard when it was indexed."""
     time_ns: int
     """Time of its last change when it was indexed, in nanoseconds."""
     members: list[str]
-    """Names of the members with pictures, in the order of the shard."""
+    """Names of the members with images, in the order of the shard."""
     offsets: Array
-    """Where each picture begins, in bytes: (pictures,) int64."""
+    """The offset of each image in bytes: (images,) int64."""
     sizes: Array
-    """Bytes of each picture: (pictures,) int64."""
+    """Bytes of each image: (images,) int64."""
     labels: list[str]
     """Names of the classes, sorted."""
     codes: Array
-    """The class of each picture as its place in `labels`, or -1: (pictures,) int64."""
+    """The class of each image as its index in `labels`, or -1: (images,) int64."""
     others: int
-    """Number of members that belong to no picture."""
+    """Number of members that do not belong to an image."""
 
 
 def load_index(shard: Path, label: str) -> ShardIndex:
-    """The index of a shard, from the file beside it or in the cache. Otherwise it is made, and kept in such a file.
-
-    The file is `.NAME.index` beside the shard, or, if that folder cannot be written, in Lockstep's cache. An index of a
-    shard with another size or time of change is made again.
+    """The index of a shard, from the file next to it or in the cache. If there is none, it is made and saved. The file
+    is `.NAME.index` next to the shard, or in Lockstep's cache if that folder cannot be written. If size or modification
+    time of the shard changed, the index is made again.
 
     Args:
-        label: the field of `KEY.json` that holds the class.
+        label: the field of `KEY.json` with the class.
 
     Raises:
         DataError: see `make_index`.
@@ -64,7 +64,7 @@ def load_index(shard: Path, label: str) -> ShardIndex:
     with reading(shard, "check the path"):
         about = os.stat(shard)
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
-    key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
+    key |= {"heif": True} if reads_heif() else {}  # an index without this key has no HEIC images
     places = (shard.with_name(f".{shard.name}.index"), cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index")
     for place in places:
         if (index := _read(place, key)) is not None:
@@ -76,14 +76,14 @@ def load_index(shard: Path, label: str) -> ShardIndex:
             _write(place, index, key)
             break
         except OSError:
-            continue  # without a kept index the next start reads the headers again
+            continue  # without a saved index, the next start reads the headers again
     return index
 
 
 def _read(place: Path, key: dict[str, Any]) -> ShardIndex | None:
-    """A kept index, or None: it is not there, it is damaged, or the shard has changed."""
+    """A saved index, or None: it does not exist, it is damaged, or the shard has changed."""
     try:
-        # From memory: a file that another process replaces meanwhile is then read whole.
+        # From memory, so that the file is read completely even if another process replaces it.
         with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as kept:
             about = json.loads(str(kept["about"]))
             if about["key"] != key:
@@ -108,8 +108,8 @@ def _write(place: Path, index: ShardIndex, key: dict[str, Any]) -> None:
 class _Key:
     """The members of one KEY."""
 
-    picture: tuple[str, int, int] | None = None
-    """Name, offset and bytes of the picture."""
+    image: tuple[str, int, int] | None = None
+    """Name, offset and bytes of the image."""
     cls: str | None = None
     """The class that KEY.cls names."""
     json: str | None = None
@@ -125,11 +125,11 @@ def make_index(shard: Path, label: str) -> ShardIndex:
     """The index of a shard, from its headers and its small members with classes.
 
     Raises:
-        DataError: the shard is no tar file, is truncated, or has bytes behind its end; a member is a link; a KEY has
-            two pictures or none; a class is neither text nor a number. The error names shard and member.
+        DataError: the shard is not a tar file, is truncated, or has bytes after its end; a member is a link; a KEY has
+            two images or none; a class is neither text nor a number. The error names shard and member.
     """
     keys: dict[str, _Key] = {}
-    suffixes, others = picture_suffixes(), 0
+    suffixes, others = image_suffixes(), 0
     with reading(shard), shard.open("rb") as file:
         about = os.fstat(file.fileno())
         for member in members(shard, file):
@@ -142,29 +142,29 @@ def make_index(shard: Path, label: str) -> ShardIndex:
             where = f"{shard}, member {member.name}"
             if not member.isreg() or member.issparse():
                 remedy = "pack with `tar --hard-dereference --dereference` and without --sparse"
-                raise DataError("the member is no plain file", where=where, remedy=remedy)
+                raise DataError("the member is not a regular file", where=where, remedy=remedy)
             entry = keys.setdefault(f"{folder}/{stem}", _Key())
             if kind in suffixes:
-                if entry.picture is not None:
+                if entry.image is not None:
                     remedy = f"KEY is {stem!r}, and ends at the first dot of a name; rename or remove one of them"
-                    raise DataError(f"a second picture of KEY, after {entry.picture[0]}", where=where, remedy=remedy)
-                entry.picture = (member.name, member.offset_data, member.size)
+                    raise DataError(f"a second image of KEY, after {entry.image[0]}", where=where, remedy=remedy)
+                entry.image = (member.name, member.offset_data, member.size)
             else:
                 content = os.pread(file.fileno(), member.size, member.offset_data)
                 if kind == ".cls":
                     entry.cls = _class_of_text(content, where)
                 else:
                     entry.json = _class_of_json(content, label, where)
-    alone = next((key for key, entry in keys.items() if entry.picture is None and entry.label is not None), None)
+    alone = next((key for key, entry in keys.items() if entry.image is None and entry.label is not None), None)
     if alone is not None:
-        remedy = f"add a picture ({', '.join(suffixes)}), or remove the members of this KEY"
-        raise DataError("a label without a picture", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
-    found = [entry for entry in keys.values() if entry.picture is not None]
-    others += sum(entry.picture is None for entry in keys.values())
+        remedy = f"add an image ({', '.join(suffixes)}), or remove the members of this KEY"
+        raise DataError("a label without an image", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
+    found = [entry for entry in keys.values() if entry.image is not None]
+    others += sum(entry.image is None for entry in keys.values())
     given = [entry.label for entry in found]
     labels = sorted({name for name in given if name is not None})
     places = {name: number for number, name in enumerate(labels)}
-    pictures = [entry.picture for entry in found if entry.picture is not None]
+    pictures = [entry.image for entry in found if entry.image is not None]
     return ShardIndex(
         size=about.st_size,
         time_ns=about.st_mtime_ns,
@@ -181,13 +181,13 @@ def _class_of_text(content: bytes, where: str) -> str | None:
     try:
         return content.decode().strip() or None
     except UnicodeDecodeError as error:
-        remedy = "a .cls member holds the class as text, such as 7"
+        remedy = "a .cls member must contain the class as text, such as 7"
         raise DataError("the class is not text", where=where, remedy=remedy) from error
 
 
 def _class_of_json(content: bytes, label: str, where: str) -> str | None:
     """The class in a JSON object, or None if it has no such field."""
-    remedy = f'a .json member holds an object such as {{"{label}": 7}}'
+    remedy = f'a .json member must contain an object such as {{"{label}": 7}}'
     try:
         value = json.loads(content)
     except ValueError as error:

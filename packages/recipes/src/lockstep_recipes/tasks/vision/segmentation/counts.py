@@ -1,4 +1,4 @@
-"""Metrics of segmentation from counts that are summed over pictures: no mask is kept, and no mask travels."""
+"""Segmentation metrics from counts that are summed over images: masks are neither kept nor sent between ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class PixelCounts(Metric):
     """Counts of pixels by (true class, predicted class), and counts of boundary pixels that match.
 
     `compute` returns `miou`, `pixel_accuracy`, `iou/NAME` of each class that is true or predicted somewhere,
-    `boundary_f1` if it is asked for, and `confusion`: int64 (classes, classes), a row for each true class. Each class
-    has as much influence on `miou` as any other, whatever its number of pixels. Classes that neither occur nor are
-    predicted are left out of the means. A mean over nothing is left out: without a valid pixel, `compute` returns
-    `confusion` alone.
+    `boundary_f1` if requested, and `confusion`: int64 (classes, classes), a row for each true class. All classes have
+    the same weight in `miou`, whatever their number of pixels. Classes that neither occur nor are predicted are left
+    out of the means. A mean over nothing is left out: without a valid pixel, `compute` returns only `confusion`.
     """
 
     confusion: Tensor
@@ -38,12 +37,12 @@ class PixelCounts(Metric):
     def update(
         self, predicted: Sequence[Tensor], masks: Sequence[Tensor], tolerances: Sequence[int] | None = None
     ) -> None:
-        """Count the pixels of pictures.
+        """Count the pixels of images.
 
         Args:
-            predicted: class numbers (height, width) of each picture.
-            masks: true class numbers (height, width) of each picture; ignored pixels are -1.
-            tolerances: for each picture, the distance in pixels at which boundaries match. None: boundaries are not
+            predicted: class numbers (height, width) of each image.
+            masks: true class numbers (height, width) of each image; ignored pixels are -1.
+            tolerances: for each image, the distance in pixels at which boundaries match. None: boundaries are not
                 counted.
         """
         for number, (output, mask) in enumerate(zip(predicted, masks, strict=True)):
@@ -63,7 +62,8 @@ class PixelCounts(Metric):
 def summarise(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """`miou`, `pixel_accuracy` and `iou/NAME` from counts by (true class, predicted class).
 
-    The IoU of a class is its common pixels / (its true or predicted pixels). Empty if nothing was counted.
+    The IoU of a class is the number of pixels where it is true and predicted, divided by those where it is true or
+    predicted. Empty if nothing was counted.
     """
     counts = confusion.double().cpu()
     if not counts.any():
@@ -88,15 +88,15 @@ def confusion(predicted: Tensor, mask: Tensor, classes: int) -> Tensor:
 def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: int) -> Tensor:
     """Counts of boundary pixels of each class: int64 (4, classes).
 
-    A boundary pixel of a class has the class, and a pixel above, below, left or right of it has another class. Ignored
-    pixels have no class, neither in the truth nor in the prediction. A boundary pixel matches if a boundary pixel of
-    the same class lies in the other mask within a disc of radius `tolerance`.
+    A boundary pixel of a class has the class, and a pixel above, below, left or right of it has a different class.
+    Ignored pixels do not have a class in truth and prediction. A boundary pixel matches if the other mask has a
+    boundary pixel of the same class within a disc of radius `tolerance`.
 
-    Source: Csurka et al., What is a good evaluation measure for semantic segmentation?, BMVC 2013, section 2.3; the
-    counts are summed over pictures here, where the paper takes the mean over pictures.
+    Source: Csurka et al., What is a good evaluation measure for semantic segmentation?, BMVC 2013, section 2.3; here,
+    the counts are summed over images, while the paper takes the mean over images.
 
     Returns:
-        true boundary pixels, those that match, predicted boundary pixels, those that match.
+        true boundary pixels, how many match, predicted boundary pixels, how many match.
     """
     told = torch.where(mask == IGNORED, torch.full_like(mask, IGNORED), predicted.to(mask.dtype))
     true_edges, told_edges = (
@@ -114,15 +114,15 @@ def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: in
 
 
 def _by_class(labels: Tensor, classes: int) -> Tensor:
-    """The number of pixels of each class, without those that are -1: int64 (classes)."""
+    """The number of pixels of each class, without pixels of -1: int64 (classes)."""
     return counted(labels.long() + 1, classes + 1)[1:]
 
 
 def boundary_f1(counts: Tensor) -> float:
-    """The mean over classes of 2 P R / (P + R), of counts as `boundary_counts` gives them.
+    """The mean over classes of 2 P R / (P + R), from the counts of `boundary_counts`.
 
-    R is the share of true boundary pixels that match, P that of predicted boundary pixels. Classes without any boundary
-    are left out.
+    R is the fraction of true boundary pixels that match, P that of predicted boundary pixels. Classes without any
+    boundary are left out.
     """
     true, true_matched, said, said_matched = counts.double().cpu()
     seen = (true + said) > 0
@@ -132,12 +132,13 @@ def boundary_f1(counts: Tensor) -> float:
 
 
 def tolerance_in_pixels(size: tuple[int, int], share: float) -> int:
-    """The tolerance for a picture of (height, width) pixels: a share of its diagonal, rounded, at least 1 pixel."""
+    """The tolerance for an image of (height, width) pixels: a fraction of its diagonal, rounded, at least 1 pixel."""
     return max(1, round(share * math.hypot(*size)))
 
 
 def _edges(labels: Tensor) -> Tensor:
-    """True where a neighbour of a pixel has another class: bool (height, width). Ignored pixels are no neighbours."""
+    """True where a neighbour of a pixel has a different class: bool (height, width). Ignored pixels do not count as
+    neighbours."""
     edge = torch.zeros_like(labels, dtype=torch.bool)
     for one, other in (
         ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),
@@ -150,7 +151,7 @@ def _edges(labels: Tensor) -> Tensor:
 
 
 def _dilated(pixels: Tensor, radius: int) -> Tensor:
-    """True where a pixel lies within a disc around some pixel of `pixels`: bool (height, width).
+    """True where a pixel is within a disc around some pixel of `pixels`: bool (height, width).
 
     A disc is a column of rows; rows of the same length are found at once.
     """
@@ -167,12 +168,12 @@ def _dilated(pixels: Tensor, radius: int) -> Tensor:
 
 
 def by_class(values: Mapping[str, Any], classes: Sequence[str]) -> str:
-    """IoU, and shares of true and predicted pixels of each class, as text for the log; or a warning that no pixel was
-    counted."""
+    """IoU, and percentages of true and predicted pixels of each class, as text for the log; or a warning that no pixel
+    was counted."""
     counts: Tensor = values["confusion"].double()
     total = float(counts.sum())
     if not total:
-        return "warning: every pixel of the evaluation masks is ignored, so there is no metric: look at task.ignore"
+        return "warning: every pixel of the evaluation masks is ignored, so there are no metrics: check task.ignore"
     wide = max(len("class"), *(len(name) for name in classes))
     lines = [f"  {'class':<{wide}}     IoU  truth %  predicted %"]
     for number, name in enumerate(classes):

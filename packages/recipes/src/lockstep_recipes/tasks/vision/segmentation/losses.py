@@ -1,7 +1,7 @@
-"""Losses of segmentation as sums over units that labels alone determine: valid pixels, or pictures with valid pixels.
+"""Segmentation losses as sums over units that depend only on labels: valid pixels, or images with valid pixels.
 
-Dice and Lovasz are no sums over pixels. They are defined here for each picture, and summed over pictures, so that the
-loss of a global batch does not depend on how it is cut into ranks and micro-batches.
+Dice and Lovasz are not sums over pixels. Here they are defined per image and summed over images, so that the loss of a
+global batch does not depend on how it is split into ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional
 from lockstep import losses
 
 IGNORED = -1
-"""The class number of pixels that do not count."""
+"""The class number of ignored pixels."""
 
 
 def valid_pixels(masks: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -30,8 +30,8 @@ def valid_pixels(masks: Tensor, weights: Tensor | None = None) -> Tensor:
     return (counts.double() * weights.double()).sum()
 
 
-def pictures_with_labels(masks: Tensor) -> Tensor:
-    """The number of pictures of which at least one pixel has a class: masks (pictures, height, width)."""
+def images_with_labels(masks: Tensor) -> Tensor:
+    """The number of images with at least one pixel that has a class: masks (images, height, width)."""
     return (masks != IGNORED).flatten(1).any(dim=1).sum()
 
 
@@ -39,8 +39,8 @@ def cross_entropy(logits: Tensor, masks: Tensor, *, weights: Tensor | None = Non
     """The cross-entropy, summed over valid pixels, each with the weight of its class.
 
     Args:
-        logits: (pictures, classes, height, width).
-        masks: integers (pictures, height, width).
+        logits: (images, classes, height, width).
+        masks: integers (images, height, width).
     """
     target = masks.long()
     options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
@@ -53,8 +53,8 @@ def focal(logits: Tensor, masks: Tensor, *, gamma: float, weights: Tensor | None
     Source: Lin et al., Focal Loss for Dense Object Detection, arXiv:1708.02002, equations 4 and 5, with softmax.
 
     Args:
-        logits: (pictures, classes, height, width).
-        masks: integers (pictures, height, width).
+        logits: (images, classes, height, width).
+        masks: integers (images, height, width).
     """
     target = masks.long()
     plain = functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
@@ -67,26 +67,26 @@ def focal(logits: Tensor, masks: Tensor, *, gamma: float, weights: Tensor | None
 
 
 def dice(logits: Tensor, masks: Tensor) -> Tensor:
-    """1 - Dice over the valid pixels of a picture, as the mean over the classes that occur in the picture; summed over
-    pictures. See `lockstep.losses.dice`.
+    """1 - Dice over the valid pixels of an image, as the mean over the classes that occur in the image; summed over
+    images. See `lockstep.losses.dice`.
 
     Args:
-        logits: (pictures, classes, height, width).
-        masks: integers (pictures, height, width).
+        logits: (images, classes, height, width).
+        masks: integers (images, height, width).
     """
     return losses.dice(logits.softmax(dim=1), masks, valid=masks != IGNORED, smooth=0.0)
 
 
 def lovasz(logits: Tensor, masks: Tensor) -> Tensor:
-    """The Lovasz extension of 1 - IoU, as the mean over the classes that occur in a picture; summed over pictures.
+    """The Lovasz extension of 1 - IoU, as the mean over the classes that occur in an image; summed over images.
 
-    Source: Berman et al., The Lovasz-Softmax loss, arXiv:1705.08790, algorithm 1, for each picture by itself.
+    Source: Berman et al., The Lovasz-Softmax loss, arXiv:1705.08790, algorithm 1, for each image separately.
 
     Args:
-        logits: (pictures, classes, height, width).
-        masks: integers (pictures, height, width).
+        logits: (images, classes, height, width).
+        masks: integers (images, height, width).
     """
-    total = logits.sum() * 0  # a scalar with a gradient, also where no pixel is valid
+    total = logits.sum() * 0  # a scalar with a gradient, even if no pixel is valid
     for picture, mask in zip(logits, masks, strict=True):
         valid = mask != IGNORED
         labels = mask[valid].long()

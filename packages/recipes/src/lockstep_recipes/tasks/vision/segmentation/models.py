@@ -1,4 +1,4 @@
-"""The model of a segmentation: the small U-Net, or pretrained or new from transformers."""
+"""Models for segmentation: the small U-Net, or a transformers model, pretrained or new."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lockstep_recipes.tasks.vision.image_models import AutoModels, Models, Pixel
 from lockstep_recipes.tasks.vision.segmentation.options import UNET, SegmentationOptions
 from lockstep_recipes.tasks.vision.segmentation.unet import UNet
 
-_SIZE = 512  # pixels, where nothing says another size
+_SIZE = 512  # default size in pixels
 _UNET_SIZE = 256
 
 
 def models_for(options: SegmentationOptions, folder: Path | None) -> Models:
-    """The object that makes the models that `options` ask for.
+    """The object that makes the models for `options`.
 
     Args:
-        folder: where an earlier start of the run has kept the model's config. None: there is none.
+        folder: the folder in which an earlier start of the run saved the model's config. None: there is none.
     """
     if options.model is None and options.scratch.architecture == UNET:
         return UNetModels(options)
@@ -42,12 +42,12 @@ class UNetModels(Models):
         known = [key for key in inspect.signature(UNet).parameters if key not in ("channels", "classes")]
         for key, value in sizes.items():
             if key not in known:
-                remedy = f"{UNET} takes: {', '.join(known)}; for another model, set task.scratch.architecture"
+                remedy = f"{UNET} takes: {', '.join(known)}; for a different model, set task.scratch.architecture"
                 raise UsageError("unknown key", where=f"task.scratch.sizes.{key}", remedy=remedy)
             is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if not (value in ("group", "batch") if key == "norm" else is_number):
-                remedy = "use group or batch" if key == "norm" else "use a whole number, at least 1"
-                raise UsageError(f"{value!r} does not suit", where=f"task.scratch.sizes.{key}", remedy=remedy)
+                remedy = "use group or batch" if key == "norm" else "use an integer of at least 1"
+                raise UsageError(f"{value!r} is not valid", where=f"task.scratch.sizes.{key}", remedy=remedy)
         return UNet(self.options.channels, len(classes), **sizes), []
 
 
@@ -66,14 +66,15 @@ class TransformersModels(AutoModels):
     def config(self, size: int) -> Any:
         config = super().config(size)
         if getattr(config, "use_auxiliary_head", False):
-            # The auxiliary head has no part in the logits, so it would get no gradient, which DDP refuses.
+            # The logits do not depend on the auxiliary head, so it would get no gradient, which DDP refuses.
             config.use_auxiliary_head = False
         return config
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         size, square = about["size"], about["eval_shape"] == "square"
         return {
-            "image_processor_type": "SegformerImageProcessor",  # it takes any size, and enlarges logits as we do
+            # It takes any size, and enlarges logits as Lockstep does.
+            "image_processor_type": "SegformerImageProcessor",
             "do_resize": size is not None,
             "do_reduce_labels": False,
             "do_convert_rgb": len(about["mean"]) == 3,

@@ -1,4 +1,4 @@
-"""Texts and pictures that show data, predictions and results of segmentation to people."""
+"""Texts and figures that present data, predictions and results of segmentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.doubles import Samples
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.image_program import program_of_images
-from lockstep_recipes.tasks.vision.pictures.mask import encode_mask
+from lockstep_recipes.tasks.vision.images.mask import encode_mask
 from lockstep_recipes.tasks.vision.readers.masked_images import masked_inputs
 from lockstep_recipes.tasks.vision.segmentation.losses import IGNORED
 from lockstep_recipes.tasks.vision.segmentation.windows import Window, Windows
@@ -27,40 +27,40 @@ if TYPE_CHECKING:
 
 _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
-_LEGEND = 240  # pixels: the least width of a legend below an overlay
+_LEGEND = 240  # pixels: the minimum width of a legend below an overlay
 _DIGITS = 4
-_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if pictures are seen at their own size
-_WIDER = 32  # pixels: the example of an export is no square
+_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if images keep their own size
+_WIDER = 32  # pixels: the example of an export is not square
 
 
 class SegmentationPresenter(ImagePresenter):
-    """Shows image, truth and prediction side by side, and the IoU of each class. INPUT arguments are pictures and
-    folders of pictures."""
+    """Presents image, truth and prediction side by side, and the IoU of each class. INPUT arguments are images and
+    folders of images."""
 
     task: Segmentation
-    picture_side = _SIDE
+    image_side = _SIDE
     square_evaluations = False
 
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
-        """The pictures that the arguments name: files, folders, patterns and shards."""
+        """The images that the arguments name: files, folders, patterns and shards."""
         about = self.task.about
         colors = [(red, green, blue) for red, green, blue in about.colors]
         return masked_inputs(arguments, classes=about.classes, colors=colors, channels=self.task.options.channels)
 
     @cached_property
     def _colors(self) -> Array:
-        """The colour of each class in drawings: uint8 (classes, 3). Mask files have the user's own colours."""
+        """The colour of each class in drawings: uint8 (classes, 3). Mask files use the user's own colours."""
         return drawing.distinct(self.task.about.colors)
 
     # ---- one sample
 
     def describe(self, output: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Height and width in pixels, and the share of the pixels of each class that occurs."""
+        """Height and width in pixels, and the fraction of pixels of each class that occurs."""
         classes = output["classes"]
         return {"height": classes.shape[0], "width": classes.shape[1], "shares": self._shares(classes.cpu().numpy())}
 
     def truth(self, sample: Any) -> dict[str, float] | None:
-        """The share of the valid pixels of each class that occurs."""
+        """The fraction of valid pixels of each class that occurs."""
         return None if sample.mask is None else self._shares(_part(sample)[1])
 
     def _shares(self, numbers: Array) -> dict[str, float]:
@@ -70,7 +70,7 @@ class SegmentationPresenter(ImagePresenter):
         return {name: round(count / total, _DIGITS) for name, count in pairs if count}
 
     def mistakes(self, output: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]) -> Tensor | None:
-        """The share of the valid pixels of each picture whose class is wrong; -inf where no pixel is valid."""
+        """The fraction of valid pixels of each image with a wrong class; -inf if no pixel is valid."""
         shares = []
         for part, mask in zip(output, batch["masks"], strict=True):
             valid = mask != IGNORED
@@ -100,7 +100,7 @@ class SegmentationPresenter(ImagePresenter):
         return drawing.stacked([row, drawing.legend(names, inks, width=side, ignored=ignored)])
 
     def caption(self, sample: Any, prepared: Mapping[str, Any], output: Mapping[str, Tensor] | None) -> str:
-        """The name of the picture; of an evaluation also its pixel accuracy and mean IoU."""
+        """The name of the image. In evaluations, also its pixel accuracy and mean IoU."""
         lines = [str(sample.name)]
         if output is not None and sample.mask is not None:
             from lockstep_recipes.tasks.vision.segmentation import counts
@@ -109,13 +109,15 @@ class SegmentationPresenter(ImagePresenter):
             truth = torch.from_numpy(np.ascontiguousarray(_part(sample)[1]))
             found = counts.summarise(counts.confusion(output["classes"].cpu(), truth, len(classes)), classes)
             scores = (
-                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}" if found else "no valid pixel"
+                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}"
+                if found
+                else "no valid pixels"
             )
             lines.append(scores)
         return "\n".join(lines)
 
     def files(self, sample: Any, output: Mapping[str, Tensor]) -> Mapping[str, bytes]:
-        """The mask in the values of the training masks; and the picture with the mask on top, above a legend of the
+        """The mask in the values of the training masks; and the image with the mask on top, above a legend of the
         classes that occur."""
         about = self.task.about
         numbers = output["classes"].cpu().numpy()
@@ -133,7 +135,7 @@ class SegmentationPresenter(ImagePresenter):
     # ---- an evaluation and a run
 
     def report(self, values: Mapping[str, Any], samples: Sequence[tuple[Any, Any]]) -> str:
-        """IoU, and shares of true and predicted pixels of each class."""
+        """IoU, and percentages of true and predicted pixels of each class."""
         if "confusion" not in values:
             return ""
         from lockstep_recipes.tasks.vision.segmentation.counts import by_class
@@ -141,10 +143,10 @@ class SegmentationPresenter(ImagePresenter):
         return by_class(values, self.task.classes)
 
     def of_data(self, name: str, data: Any) -> list[str]:
-        pictures = data.pictures if isinstance(data, Windows) else data
+        images = data.pictures if isinstance(data, Windows) else data
         windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-        lines = [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in pictures.notes)]
-        return lines if pictures.cache is None else [*lines, f"  {pictures.cache.summary()}"]
+        lines = [f"{name}: {len(images):,} images{windows}", *(f"  {note}" for note in images.notes)]
+        return lines if images.cache is None else [*lines, f"  {images.cache.summary()}"]
 
     def samples(self, data: Any) -> Samples | None:
         return super().samples(data.pictures if isinstance(data, Windows) else data)
@@ -153,7 +155,9 @@ class SegmentationPresenter(ImagePresenter):
         about = self.task.about
         lines = [f"classes: {', '.join(about.classes)}", *super().of_classes()]
         if about.unseen:
-            lines.append(f"  no training mask has these classes of the evaluation masks: {', '.join(about.unseen)}")
+            lines.append(
+                f"  these classes of the evaluation masks do not occur in training masks: {', '.join(about.unseen)}"
+            )
         return lines
 
     def of_evaluation(self) -> list[str]:
@@ -165,18 +169,18 @@ class SegmentationPresenter(ImagePresenter):
         elif options.eval_size:
             way = f"shorter side {options.eval_size} pixels"
         else:
-            way = "pictures at their own size"
+            way = "images at their own size"
         mirrored = ", with the mirror image" if options.flip_at_evaluation else ""
         return [f"evaluation: {way}{mirrored}; counted at the original resolution"]
 
     def program(self, model: nn.Module) -> Program:
-        """Logits (pictures, classes, h, w) of prepared `images`, uint8 (pictures, channels, height, width)."""
+        """Logits (images, classes, h, w) of prepared `images`, uint8 (images, channels, height, width)."""
         task = self.task
         options = task.options
         square = options.eval_shape == "square"
         if square:
             size = options.size_for_evaluation(task.about.size)
-        else:  # the program may refuse sizes below that of the example
+        else:  # the program may refuse smaller sizes than that of the example
             size = options.eval_window or options.eval_size or _EXAMPLE
         width = size if square else size + _WIDER
         return program_of_images(task.logits_of_equal, model, (options.channels, size, width), varies=not square)
@@ -192,7 +196,7 @@ class SegmentationPresenter(ImagePresenter):
 
 
 def _part(sample: Any) -> tuple[Array, Any]:
-    """Pixels and mask of a picture; of a window those of its core, which the output has."""
+    """Pixels and mask of an image; for a window, those of its core, which the output covers."""
     if not isinstance(sample, Window):
         return sample.pixels, sample.mask
     (top, left, _, _), (core_top, core_left, height, width) = sample.tile

@@ -18,10 +18,10 @@ from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import About, ImageTask
-from lockstep_recipes.tasks.vision.pictures import geometry
-from lockstep_recipes.tasks.vision.pictures.augment import train_picture
-from lockstep_recipes.tasks.vision.pictures.mask import MaskKind
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, contiguous, stack_images
+from lockstep_recipes.tasks.vision.images import geometry
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, stack_images
+from lockstep_recipes.tasks.vision.images.augment import train_image
+from lockstep_recipes.tasks.vision.images.mask import MaskKind
 from lockstep_recipes.tasks.vision.readers import masked_images
 from lockstep_recipes.tasks.vision.readers.mask_files import size_of
 from lockstep_recipes.tasks.vision.readers.mask_layouts import evaluation_source_with_masks
@@ -32,7 +32,7 @@ from lockstep_recipes.tasks.vision.segmentation.models import models_for
 from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
 from lockstep_recipes.tasks.vision.segmentation.presenter import SegmentationPresenter
 from lockstep_recipes.tasks.vision.segmentation.windows import Tile, Window, Windows, tiles
-from lockstep_recipes.tasks.vision.use_pictures import fitted_size
+from lockstep_recipes.tasks.vision.use_images import fitted_size
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -43,37 +43,37 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class SegmentationAbout(About):
-    """The facts that the task keeps. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
+    """What the task stores with the run. `counts` are pixels of the counted masks: see `MaskedImages.check`."""
 
     colors: list[list[int]]
-    """Red, green and blue of each class, 0 to 255, for pictures."""
+    """Red, green and blue of each class, 0 to 255, for images."""
     masks: int
     """Training masks that were counted."""
     unseen: list[str] = field(default_factory=list)
-    """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
+    """Classes that occur in evaluation masks but in no training mask, so a model cannot learn them."""
     mask_kind: MaskKind = "palette"
     """The kind of the mask files of the training data: ids with a palette, ids as grey values, or colours."""
     ids: list[int] = field(default_factory=list)
-    """The id of each class in these files; with `color`, `colors` are their values. Predicted masks have the same
-    values. Empty in runs of earlier versions: the class numbers."""
+    """The id of each class in these files; with `color`, their values are `colors`. Predicted masks use the same
+    values. Empty in runs of earlier versions, which use the class numbers."""
 
 
 @final
 class Segmentation(ImageTask):
-    """Each pixel has a class, or is ignored. Losses are sums over valid pixels, or over pictures; see `losses`.
+    """Each pixel has a class, or is ignored. Losses are sums over valid pixels, or over images; see `losses`.
 
-    A training batch is a dict of `images`: uint8 (pictures, channels, size, size), and `masks`: int16 (pictures, size,
-    size), with -1 for ignored pixels. Evaluation batches have pictures of different sizes: `images` and `masks` are
-    lists of tensors, `masks` at the original resolution; `places` is a list of tuples: height and width to which the
-    logits are resized, and top, left, height and width of the part of them that the mask has; `tolerances` is a list of
-    int, the distances in pixels at which boundaries match. Numbers in lists stay on the host.
+    A training batch is a dict of `images`: uint8 (images, channels, size, size), and `masks`: int16 (images, size,
+    size), with -1 for ignored pixels. Evaluation batches have images of different sizes: `images` and `masks` are lists
+    of tensors, `masks` at the original resolution; `places` is a list of tuples: height and width to which the logits
+    are resized, and top, left, height and width of the region that the mask covers; `tolerances` is a list of int, the
+    distances in pixels at which boundaries match. Numbers in lists stay on the host.
 
-    The output for a picture is a dict of `classes`: (height, width) class numbers, at the original resolution.
+    The output for an image is a dict of `classes`: (height, width) class numbers, at the original resolution.
 
     Args:
-        train, eval: sources of pictures with masks: see `readers.masked_images.read_masked_images`. Without `eval`, the
-            evaluation part of the folder `train` is used, if it has such a part.
-        cache: keep decoded pictures on disk, as `data.cache` says.
+        train, eval: sources of images with masks: see `readers.masked_images.read_masked_images`. Without `eval`, the
+            evaluation split of the folder `train` is used, if there is one.
+        cache: options of the disk cache of decoded images (`data.cache`).
     """
 
     presenter = SegmentationPresenter
@@ -92,10 +92,10 @@ class Segmentation(ImageTask):
         return replace(self.about, unseen=self._check_evaluation())
 
     def _check_evaluation(self) -> list[str]:
-        """Look for faults in the evaluation data before the first step.
+        """Check the evaluation data for faults before the first step.
 
         Returns:
-            the classes that occur in evaluation masks, and in no training mask.
+            the classes that occur in evaluation masks but in no training mask.
         """
         data, about = self._eval, self.about
         if data is None:
@@ -108,7 +108,7 @@ class Segmentation(ImageTask):
         data, options = self.read(self.train_source, "train", None), self.options
         names = list(data.classes)
         if len(names) < 2:
-            remedy = "give two classes or more; the background is a class too"
+            remedy = "give two classes or more; the background is also a class"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
         counted = data.check(len(data) if isinstance(options.class_weights, str) else masked_images.MOST_CHECKED)
         classes, pixels = self.models.classes(names), self.models.pixels()
@@ -139,24 +139,24 @@ class Segmentation(ImageTask):
     def models(self) -> Models:
         return models_for(self.options, self.folder)
 
-    # ---- from a picture to a batch
+    # ---- from an image to a batch
 
     def prepare(self, sample: MaskedImage | Window, epoch: int, training: bool) -> dict[str, Any]:
-        """In training the augmented image and its mask. In evaluation the resized picture, or the window, with the mask
+        """In training, the augmented image and its mask. In evaluation, the resized image, or the window, with the mask
         at the original resolution."""
         mask = sample.mask
         if training:
             if mask is None:
-                raise DataError("the picture has no mask", remedy="give a mask for each training picture")
-            picture = Picture.from_pixels(sample.pixels, mask=torch.from_numpy(mask))
+                raise DataError("the image has no mask", remedy="give a mask for each training image")
+            picture = AnnotatedImage.from_pixels(sample.pixels, mask=torch.from_numpy(mask))
             side = self.options.size_at(epoch, self.about.size)
-            picture = train_picture(picture, side, self.options.augment, mask_fill=IGNORED)
+            picture = train_image(picture, side, self.options.augment, mask_fill=IGNORED)
             assert picture.mask is not None
             return {"images": picture.image, "masks": picture.mask}
         size = (sample.pixels.shape[0], sample.pixels.shape[1])
         labels = np.full(size, IGNORED, np.int16) if mask is None else mask
         place = (*size, 0, 0, *size)
-        picture = Picture.from_pixels(sample.pixels)
+        picture = AnnotatedImage.from_pixels(sample.pixels)
         if isinstance(sample, Window):
             (top, left, _, _), (core_top, core_left, height, width) = sample.tile
             top, left = core_top - top, core_left - left
@@ -173,7 +173,7 @@ class Segmentation(ImageTask):
         }
 
     def _evaluated_size(self, size: Size) -> Size:
-        """The size at which a picture of (height, width) pixels is evaluated."""
+        """The size at which an image of (height, width) pixels is evaluated."""
         options = self.options
         if options.eval_shape == "square":
             side = options.size_for_evaluation(self.about.size)
@@ -200,14 +200,15 @@ class Segmentation(ImageTask):
     # ---- from a batch to a loss
 
     def weight(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Valid pixels, with class weights their weights; for `dice` and `lovasz` pictures with valid pixels."""
+        """The number of valid pixels, or with class weights the sum of their weights; for `dice` and `lovasz`, the
+        number of images with valid pixels."""
         masks = batch["masks"]
         stacks = [masks] if isinstance(masks, Tensor) else [mask.unsqueeze(0) for mask in masks]
         weights = self._weights.tensor
 
         def units(name: str) -> Tensor:
             if name in ("dice", "lovasz"):
-                return torch.stack([losses.pictures_with_labels(stack) for stack in stacks]).sum()
+                return torch.stack([losses.images_with_labels(stack) for stack in stacks]).sum()
             return torch.stack([losses.valid_pixels(stack, weights) for stack in stacks]).sum()
 
         found: Tensor | dict[str, Tensor] = self._by_head({name: units(name) for name in self.options.losses})
@@ -229,11 +230,11 @@ class Segmentation(ImageTask):
         return self._by_head(sums), outputs
 
     def _by_head(self, values: dict[str, Tensor]) -> Any:
-        """A single value is that of the head `loss`."""
+        """A single value belongs to the head `loss`."""
         return next(iter(values.values())) if len(values) == 1 else values
 
     def _losses(self, logits: Tensor, masks: Tensor, *, training: bool) -> dict[str, Tensor]:
-        """The sum of each loss: logits (pictures, classes, height, width), masks (pictures, height, width)."""
+        """The sum of each loss: logits (images, classes, height, width), masks (images, height, width)."""
         options, weights = self.options, self._weights.like(logits)
         found: dict[str, Tensor] = {}
         for name in options.losses:
@@ -249,9 +250,9 @@ class Segmentation(ImageTask):
     # ---- outputs
 
     def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Tensor]]:
-        """For each picture `classes`: (height, width) class numbers at the original resolution.
+        """For each image `classes`: (height, width) class numbers at the original resolution.
 
-        Pictures that are larger than `eval_window` are computed window by window."""
+        Images that are larger than `eval_window` are processed window by window."""
         if isinstance(batch["masks"], Tensor):
             logits = resized(self._logits(model, batch["images"]), batch["masks"].shape[-2:])
             return [self._output(of_picture) for of_picture in logits]
@@ -263,13 +264,13 @@ class Segmentation(ImageTask):
     def _scores(
         self, model: nn.Module, batch: Batch, *, tiled: list[Any] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The place of each picture in the batch, and its logits (classes, height, width) at the original resolution.
+        """The index of each image in the batch, and its logits (classes, height, width) at the original resolution.
 
-        Pictures of the same size are computed together. Others are not padded to a common size, because the result for
-        a picture would then depend on the others.
+        Images of the same size are processed together. They are not padded to a common size, because the result for an
+        image would then depend on other images.
 
         Args:
-            tiled: gets the outputs of pictures that are computed window by window. None: there are no such pictures.
+            tiled: collects the outputs of images that are processed window by window. None: there are no such images.
         """
         images, places = batch["images"], batch["places"]
         groups: dict[Size, list[int]] = {}
@@ -296,7 +297,7 @@ class Segmentation(ImageTask):
         return both.logsumexp(dim=0) - float(np.log(2))
 
     def _tiled(self, model: nn.Module, image: Tensor) -> dict[str, Tensor]:
-        """The output for a picture, from the cores of its windows: image uint8 (channels, height, width)."""
+        """The output for an image, from the cores of its windows: image uint8 (channels, height, width)."""
         side, overlap = self.options.eval_window, self.options.eval_overlap
         assert side is not None
         size = (image.shape[1], image.shape[2])
@@ -330,7 +331,8 @@ class Segmentation(ImageTask):
 
 
 def _update(metrics: MetricCollection, output: Sequence[Mapping[str, Tensor]], batch: Batch) -> None:
-    """Feed a batch. Batches of training have no tolerances: boundaries would wait for the device in every step."""
+    """Update with a batch. Training batches do not have tolerances, because boundaries would wait for the device in
+    every step."""
     predicted = [part["classes"] for part in output]
     if "tolerances" in batch:
         metrics.update(predicted, batch["masks"], batch["tolerances"])
@@ -339,13 +341,14 @@ def _update(metrics: MetricCollection, output: Sequence[Mapping[str, Tensor]], b
 
 
 def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
-    """Logits (pictures, classes, h, w) interpolated bilinearly to (pictures, classes, height, width)."""
+    """Logits (images, classes, h, w) interpolated bilinearly to (images, classes, height, width)."""
     if tuple(logits.shape[-2:]) == tuple(size):
         return logits
     return functional.interpolate(logits, size=tuple(size), mode="bilinear", align_corners=False)
 
 
 def _ids(classes: Sequence[str], known: Mapping[str, int]) -> list[int]:
-    """The id of each class. Classes of a pretrained model that the data lack get the numbers after all known ids."""
+    """The id of each class. Classes of a pretrained model that are not in the data get the numbers after all known
+    ids."""
     free = itertools.count(max(known.values()) + 1)
     return [known[name] if name in known else next(free) for name in classes]

@@ -15,20 +15,20 @@ _WIDEST = 8  # times the width of the first level
 
 
 class UNet(nn.Module):
-    """An encoder that halves the picture, and a decoder that joins each size with the encoder's features of that size.
+    """An encoder that repeatedly halves the image, and a decoder that concatenates the encoder's features of each size.
 
     (batch, channels, height, width) -> (batch, classes, ceil(height / stride), ceil(width / stride)) logits, for any
     height and width.
 
     The blocks are residual (He et al., arXiv:1512.03385), the rest follows Ronneberger et al., arXiv:1505.04597. With
-    `norm: group` the result for a picture depends on no other picture.
+    `norm: group`, the result for an image does not depend on other images.
 
     Args:
         width: channels of the first level. Each level has twice the channels of the level before, up to 8 times.
-        depth: how many times the picture is halved after the stem.
+        depth: how many times the image is halved after the stem.
         blocks: residual blocks in each level of the encoder. Each level of the decoder has a single block.
-        stride: of the stem: 1 or more. With 2, logits have half the height and width of the picture, and a step takes
-            a quarter of the time.
+        stride: the stride of the stem, 1 or more. With 2, logits have half the height and width of the image, and a
+            step takes a quarter of the time.
         norm: GroupNorm or BatchNorm.
     """
 
@@ -90,12 +90,12 @@ class Block(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1, bias=False) if changes else nn.Identity()
 
     def forward(self, features: Tensor, skip: Tensor | None = None) -> Tensor:
-        """The features of the block; `skip`, of the same height and width, is joined to the input's channels."""
+        """The features of the block; `skip`, of the same height and width, is concatenated to the input's channels."""
         if skip is not None:
             features = torch.cat([features, skip], dim=1)
         inner = functional.relu(self.first_norm(self.first(features)), inplace=True)
         inner = self.second_norm(self.second(inner))
-        # As a convolution with a stride. Its backward pass writes outside of its memory for some numbers of channels,
+        # As a convolution with a stride: otherwise the backward pass writes out of bounds for some numbers of channels,
         # with channels_last on the CPU (torch 2.13).
         return functional.relu(inner + self.shortcut(features[..., :: self.stride, :: self.stride]), inplace=True)
 

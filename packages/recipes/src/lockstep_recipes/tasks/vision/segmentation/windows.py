@@ -1,4 +1,4 @@
-"""Windows that overlap, and their cores that do not: together the cores cover a picture, each pixel once."""
+"""Overlapping windows, and their disjoint cores, which together cover each pixel of an image once."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep_recipes.tasks.vision.pictures.geometry import Region
-from lockstep_recipes.tasks.vision.use_pictures import windows_along
+from lockstep_recipes.tasks.vision.images.geometry import Region
+from lockstep_recipes.tasks.vision.use_images import windows_along
 
 
 class Tile(NamedTuple):
-    """A window of a picture."""
+    """A window of an image."""
 
     window: Region
-    """(top, left, height, width) in pixels of the picture: what the model sees."""
+    """(top, left, height, width) in pixels of the image: the input of the model."""
     core: Region
-    """(top, left, height, width) in pixels of the picture: the part of the window whose result counts."""
+    """(top, left, height, width) in pixels of the image: the region of the window whose result is used."""
 
 
 class Window(NamedTuple):
-    """A raw evaluation sample: a window of a picture."""
+    """A raw evaluation sample: a window of an image."""
 
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) of the window."""
     mask: npt.NDArray[np.int16] | None
     """(height, width) of the window; None if the classes are not known."""
     name: str
-    """The name of the picture."""
+    """The name of the image."""
     tile: Tile
     size: tuple[int, int]
-    """(height, width) of the whole picture in pixels."""
+    """(height, width) of the whole image in pixels."""
 
 
 def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
-    """The windows of a picture, row by row. The core of a window ends in the middle of its overlap with the next.
+    """The windows of an image, row by row. The core of a window ends in the middle of its overlap with the next.
 
-    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the picture
-    windows move inwards, where the paper mirrors the picture.
+    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the image,
+    windows are moved inwards, while the paper mirrors the image.
 
     Args:
-        size: (height, width) of the picture in pixels.
-        side: height and width of a window. A side of the picture that is shorter is taken whole.
-        overlap: the least overlap of neighbours, as a share of `side`.
+        size: (height, width) of the image in pixels.
+        side: height and width of a window. If a side of the image is shorter, the window covers it.
+        overlap: the minimum overlap of neighbours, as a fraction of `side`.
     """
     rows, columns = (windows_along(length, side, overlap) for length in size)
     return [
@@ -56,16 +56,16 @@ def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
 
 
 class Windows(Dataset[Window]):
-    """The windows of all pictures of a data set, picture by picture.
+    """The windows of all images of a data set, image by image.
 
     Args:
-        pictures: samples with `pixels` and `mask`.
-        sizes: (height, width) of each picture in pixels.
+        images: samples with `pixels` and `mask`.
+        sizes: (height, width) of each image in pixels.
         side, overlap: as for `tiles`.
     """
 
-    def __init__(self, pictures: Any, sizes: Sequence[tuple[int, int]], *, side: int, overlap: float) -> None:
-        self.pictures, self.sizes = pictures, sizes
+    def __init__(self, images: Any, sizes: Sequence[tuple[int, int]], *, side: int, overlap: float) -> None:
+        self.pictures, self.sizes = images, sizes
         self.tiles = [tiles(size, side=side, overlap=overlap) for size in sizes]
         self.first = np.cumsum([0, *(len(of_picture) for of_picture in self.tiles)])
         self._last: tuple[int, Any] | None = None
@@ -75,7 +75,7 @@ class Windows(Dataset[Window]):
 
     def __getitem__(self, index: int) -> Window:
         number, place = self._place(index)
-        if self._last is None or self._last[0] != number:  # neighbours are read one after the other
+        if self._last is None or self._last[0] != number:  # neighbours are read one after another
             self._last = (number, self.pictures[number])
         sample = self._last[1]
         tile = self.tiles[number][place]
@@ -85,7 +85,7 @@ class Windows(Dataset[Window]):
         return Window(sample.pixels[inside], mask, sample.name, tile, sample.pixels.shape[:2])
 
     def where(self, index: int) -> str:
-        """The file of a window's picture, and the window's place in it."""
+        """The file of a window's image, and the position of the window in it."""
         number, place = self._place(index)
         top, left, height, width = self.tiles[number][place].window
         where = getattr(self.pictures, "where", str)(number)

@@ -1,4 +1,4 @@
-"""Files to which many processes append at the same time, each to a file of its own: the pixels of a `DecodedCache`."""
+"""Files to which many processes append at the same time, each to its own file: the pixels of a `DecodedCache`."""
 
 from __future__ import annotations
 
@@ -10,42 +10,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_HEAD = struct.Struct("<8sQ")  # the name of the index, and where free space begins
+_HEAD = struct.Struct("<8sQ")  # the name of the index, and the start of free space
 _PAGE = 4096
 _SLABS = 256  # slabs of a full cache, so that many processes can write at once
 _SMALLEST = 16 << 20
 _WITHOUT_LIMIT = 1 << 30
-_KEPT_FREE = 10 << 30  # bytes of the disk that stay free, or a twentieth of a smaller disk
-_TRY_AGAIN = 256  # pictures after which a process without a slab looks for a slab again
+_KEPT_FREE = 10 << 30  # bytes of disk space to leave free; on a small disk a twentieth
+_TRY_AGAIN = 256  # number of images after which a process without a slab looks for one again
 
 
 class FullError(Exception):
-    """There is no more space. The text says which space."""
+    """There is no space left. The message names the limit."""
 
 
 @dataclass
 class _Slab:
-    """The file into which this process writes. Nobody else writes into it: it is locked."""
+    """The file that this process writes to. It is locked, so no other process writes to it."""
 
     number: int
     handle: int
     free: int
-    """Where free space begins, in bytes."""
+    """The start of free space, in bytes."""
     process: int
-    """The process that locked it. A forked child has the file too, and must not write."""
+    """The process that locked it. A forked child also has the file, but must not write."""
 
 
 class Slabs:
-    """Appends to slabs, files of a fixed largest size. A slab belongs to the process that has locked it.
-
-    The number of slabs keeps the limit without any agreement. A lock goes with its process, so that the rest of a slab
-    whose process was killed is used by another process. Bytes of a slab are written once.
+    """Appends to slabs, files with a fixed maximum size. A slab belongs to the process that has locked it. The number
+    of slabs enforces the limit without coordination. A lock ends with its process, so that another process can use the
+    rest of a slab after a kill. Bytes of a slab are written only once.
 
     Args:
-        folder: of the slabs.
-        name: 8 bytes that stand for the index of these slabs. Slabs with another name are left alone.
-        limit_bytes: largest size of all slabs. None: what the disk gives.
-        published_end: from the number of a slab to the end of the last bytes in it that the index knows.
+        folder: the folder of the slabs.
+        name: 8 bytes that identify the index of these slabs. Slabs with a different name are not touched.
+        limit_bytes: maximum size of all slabs. None: limited only by the disk.
+        published_end: returns, for the number of a slab, the end of the last bytes in it that are in the index.
     """
 
     def __init__(
@@ -60,8 +59,8 @@ class Slabs:
             self.slab_bytes = size - size % _PAGE if size >= _PAGE else size  # so that file systems do not round up
             self.count = limit_bytes // max(1, self.slab_bytes)
         self._slab: _Slab | None = None
-        self._first = 0  # slabs before are full
-        self._wait = 0  # pictures until this process looks for a slab again
+        self._first = 0  # all earlier slabs are full
+        self._wait = 0  # images until this process looks for a slab again
 
     def path(self, number: int) -> Path:
         """The file of a slab."""
@@ -71,11 +70,11 @@ class Slabs:
         """Write bytes to the slab of this process.
 
         Returns:
-            the number of the slab, and the place of the bytes in it. None: there is no slab for them at present, or
+            the number of the slab, and the offset of the bytes in it. None: there is currently no slab for them, or
             they are larger than a slab.
 
         Raises:
-            FullError: the limit is reached, or too little of the disk would stay free.
+            FullError: the limit is reached, or too little disk space would stay free.
             OSError: the disk is full, or the folder cannot be written.
         """
         if _HEAD.size + content.nbytes > self.slab_bytes:
@@ -86,7 +85,7 @@ class Slabs:
         disk = os.fstatvfs(slab.handle)
         kept_free = min(_KEPT_FREE, disk.f_blocks * disk.f_frsize // 20)
         if disk.f_bavail * disk.f_frsize - content.nbytes < kept_free:
-            raise FullError(f"stops growing: {kept_free / 1e9:.1f} GB of the disk stay free for other files")
+            raise FullError(f"stops growing, to leave {kept_free / 1e9:.1f} GB of the disk free for other files")
         write_all(slab.handle, content, slab.free)
         start, slab.free = slab.free, slab.free + content.nbytes
         write_all(slab.handle, memoryview(_HEAD.pack(self.name, slab.free)), 0)
@@ -96,7 +95,7 @@ class Slabs:
         """A handle to read a slab.
 
         Raises:
-            OSError: there is no such slab of this name. Somebody deleted it, and perhaps another cache was begun.
+            OSError: there is no such slab with this name. It was deleted, and possibly a new cache was started.
         """
         handle = os.open(self.path(number), os.O_RDONLY)
         if os.pread(handle, len(self.name), 0) != self.name:
@@ -105,16 +104,16 @@ class Slabs:
         return handle
 
     def close(self) -> None:
-        """Give the slab of this process back."""
+        """Release the slab of this process."""
         slab, self._slab = self._slab, None
         if slab is not None:
             with contextlib.suppress(OSError):
                 os.close(slab.handle)
 
     def _slab_for(self, size: int) -> _Slab | None:
-        """A locked slab with space for `size` bytes. None: other processes write into all that have space."""
+        """A locked slab with space for `size` bytes. None: other processes use all slabs with space."""
         if self._slab is not None and self._slab.process != os.getpid():
-            self.close()  # the parent's; its lock stays
+            self.close()  # that of the parent, whose lock remains
         if self._slab is not None and self._slab.free + size <= self.slab_bytes:
             return self._slab
         if self._wait > 0:
@@ -153,7 +152,7 @@ class Slabs:
         return None
 
     def _free_space(self, number: int, handle: int, size: int) -> int:
-        """Where free space begins in a slab that this process has locked."""
+        """The start of free space in a slab that this process has locked."""
         head = os.pread(handle, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return _HEAD.size
@@ -162,7 +161,7 @@ class Slabs:
             return self.slab_bytes
         if free + size > self.slab_bytes:
             return int(free)
-        # When the machine stopped, the newest head may have been lost, and what the index knows not.
+        # When the machine stopped, the newest head may have been lost, but not what is in the index.
         return max(int(free), self.published_end(number))
 
 

@@ -1,8 +1,8 @@
-"""RandAugment and TrivialAugment: random operations of geometry and colour on a picture and its targets.
+"""RandAugment and TrivialAugment: random operations of geometry and colour on an image and its targets.
 
 Both draw from the 14 operations of RandAugment's paper: Identity, AutoContrast, Equalize, Rotate, Solarize, Color,
-Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. The operations of geometry move mask
-and boxes with the image. As in the authors' code, rotations are about the centre, shears about the upper left corner.
+Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. Geometric operations move mask and
+boxes with the image. As in the authors' code, rotations are about the centre, and shears about the upper left corner.
 
 Sources: Cubuk et al., RandAugment, arXiv:1909.13719; Müller and Hutter, TrivialAugment, arXiv:2103.10158, table 1
 (wide). The ranges of RandAugment are those of torchvision's `RandAugment`, which has magnitudes from 0 to 30.
@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep_recipes.tasks.vision.pictures import color
-from lockstep_recipes.tasks.vision.pictures.geometry import Matrix, about, affine, rotation
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.images import color
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage
+from lockstep_recipes.tasks.vision.images.geometry import Matrix, about, affine, rotation
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 _STRONGEST = 30  # magnitudes are 0 to 30
 
 
 class _Colour(NamedTuple):
-    """An operation on the image alone."""
+    """An operation on only the image."""
 
     change: Callable[[Tensor, float], Tensor]
     """(image, strength) -> image"""
@@ -53,9 +53,9 @@ def _operations(
     """The operations of a policy by name.
 
     Args:
-        blend, shear, move, rotate: the greatest strength.
-        of_side: `move` is a share of the side, not a number of pixels.
-        bits: the fewest bits that `Posterize` keeps.
+        blend, shear, move, rotate: the maximum strength.
+        of_side: `move` is a fraction of the side, not a number of pixels.
+        bits: the minimum number of bits that `Posterize` keeps.
     """
 
     def pixels(far: float, side: int) -> float:
@@ -84,8 +84,8 @@ TRIVIALAUGMENT = _operations(blend=0.99, shear=0.99, move=32, of_side=False, rot
 
 
 def rand_augment(
-    picture: Picture, *, operations: int, magnitude: float, options: AugmentOptions, mask_fill: int
-) -> Picture:
+    picture: AnnotatedImage, *, operations: int, magnitude: float, options: AugmentOptions, mask_fill: int
+) -> AnnotatedImage:
     """`operations` operations of RandAugment, drawn with replacement, at one magnitude from 0 to 30."""
     for which, sign in torch.rand(operations, 2).tolist():
         operation = _pick(RANDAUGMENT, which)
@@ -93,7 +93,7 @@ def rand_augment(
     return picture
 
 
-def trivial_augment(picture: Picture, *, options: AugmentOptions, mask_fill: int) -> Picture:
+def trivial_augment(picture: AnnotatedImage, *, options: AugmentOptions, mask_fill: int) -> AnnotatedImage:
     """One operation of TrivialAugment at a magnitude that is drawn from 0, 1, ... 30."""
     which, level, sign = torch.rand(3).tolist()
     magnitude = int(level * (_STRONGEST + 1))
@@ -107,13 +107,13 @@ def _pick(operations: dict[str, _Colour | _Geometry], share: float) -> _Colour |
 
 def _apply(
     operation: _Colour | _Geometry,
-    picture: Picture,
+    picture: AnnotatedImage,
     magnitude: float,
     *,
     negative: bool,
     options: AugmentOptions,
     mask_fill: int,
-) -> Picture:
+) -> AnnotatedImage:
     strength = operation.least + (operation.greatest - operation.least) * magnitude / _STRONGEST
     if operation.signed and negative:
         strength = -strength

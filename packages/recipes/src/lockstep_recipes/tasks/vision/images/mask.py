@@ -1,4 +1,4 @@
-"""From the bytes of a mask file to the numbers that it holds, exactly: nothing is resampled, scaled or converted."""
+"""Read the exact numbers of a mask file: nothing is resampled, scaled or converted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.pictures.decode import opened, orientation_of, turned
+from lockstep_recipes.tasks.vision.images.decode import opened, orientation_of, turned
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage
@@ -22,7 +22,7 @@ MaskKind = Literal["palette", "grey", "color"]
 _LOSSY = ("JPEG", "MPO", "WEBP")
 _INTEGERS = ("L", "P", "1", "I", "I;16", "I;16B", "I;16L", "I;16N")
 _STEPS = {2: 85, 4: 17}
-"""PIL spreads grey values of 2 and 4 bits over 0 to 255: the distance between neighbours, by number of bits."""
+"""PIL spreads grey values of 2 and 4 bits over 0 to 255. This is the step between values, by number of bits."""
 _TIFF_BITS = 258
 
 
@@ -31,7 +31,7 @@ class MaskValues:
     """The content of a mask file."""
 
     values: Array
-    """Ids: integers (height, width). Of a file in colour: uint8 (height, width, 3), RGB."""
+    """Ids: integers (height, width). For a colour file: uint8 (height, width, 3), RGB."""
     palette: Array | None = None
     """The colour of each id in a palette file: uint8 (ids, 3), RGB. None: the file has no palette."""
 
@@ -46,19 +46,19 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
 
     | file | values |
     |---|---|
-    | palette of up to 256 colours | the place of each pixel's colour in the palette |
-    | grey of 1, 2, 4, 8, 16 or 32 bits | the grey value as the file has it: 0 and 1 for a file of 1 bit |
+    | palette of up to 256 colours | the palette index of each pixel |
+    | grey of 1, 2, 4, 8, 16 or 32 bits | the grey value in the file: 0 and 1 for a file of 1 bit |
     | RGB | colours; an alpha channel is dropped, as for grey files |
 
-    The orientation in the file's EXIF data is applied, as it is for pictures.
+    The orientation in the file's EXIF data is applied, as it is for images.
 
     Args:
         data: the bytes of the file: PNG, TIFF, BMP or GIF.
         where: name of the file, for messages.
 
     Raises:
-        DataError: the data is empty, no picture, truncated or damaged; it is a JPEG or WebP file, which may have other
-            values than those that were saved; or its pixels are floating-point numbers, CMYK or the like.
+        DataError: the data is empty, not an image, truncated or damaged; it is a JPEG or WebP file, which may not
+            preserve the saved values; or its pixels are floating-point numbers, CMYK or similar.
     """
     with opened(data, where) as image:
         if image.format in _LOSSY:
@@ -71,14 +71,14 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
 def encode_mask(
     classes: Array, kind: MaskKind, *, ids: Sequence[int], colors: Sequence[Sequence[int]]
 ) -> tuple[str, bytes]:
-    """A mask file of class numbers, in values that `decode_mask` gives back.
+    """A mask file of class numbers, which `decode_mask` reads back exactly.
 
     `palette` and `grey` write ids, `color` writes colours. Ids above 255 are grey with 16 bits, without a palette; ids
     above 65535 are grey with 32 bits.
 
     Args:
         classes: class numbers, (height, width).
-        ids: the id of each class, from 0 on.
+        ids: the id of each class, from 0.
         colors: (red, green, blue) of each class.
 
     Returns:
@@ -113,13 +113,13 @@ def _values(image: PILImage.Image, data: bytes, where: str) -> Array:
     if image.mode in ("RGB", "RGBA", "RGBX"):
         return np.array(image)[..., :3].copy()
     remedy = "save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB"
-    raise DataError(f"a mask cannot have pixels of the kind {image.mode}", where=where or None, remedy=remedy)
+    raise DataError(f"a mask cannot have pixels of PIL mode {image.mode}", where=where or None, remedy=remedy)
 
 
 def _bits(image: PILImage.Image, data: bytes) -> int:
     """Bits of each pixel in the file."""
     if image.format == "PNG":
-        return data[24]  # in the chunk IHDR, which is the first of every file
+        return data[24]  # in the chunk IHDR, which is the first in every file
     if image.format == "TIFF":
         return int(image.tag_v2.get(_TIFF_BITS, (8,))[0])  # type: ignore[attr-defined]
     return 8

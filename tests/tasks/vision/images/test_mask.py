@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.vision.pictures.mask import decode_mask
+from lockstep_recipes.tasks.vision.images.mask import decode_mask
 
 IDS = np.arange(24, dtype=np.uint8).reshape(4, 6)
 
@@ -36,7 +36,7 @@ def test_grey_values_are_ids(kind):
 def test_a_palette_file_holds_places_in_its_palette(kind):
     colors = np.random.default_rng(0).integers(0, 256, (256, 3))
     mask = decode_mask(saved(palette_image(IDS, colors), kind))
-    if kind == "GIF":  # PIL sorts the palette of a GIF anew
+    if kind == "GIF":  # PIL sorts the palette of a GIF again
         np.testing.assert_array_equal(mask.palette[mask.values], colors[IDS])
     else:
         np.testing.assert_array_equal(mask.values, IDS)
@@ -100,7 +100,7 @@ def test_colours_stay_and_alpha_is_dropped():
 
 def test_the_orientation_is_applied():
     exif = Image.Exif()
-    exif[0x0112] = 6  # the picture is to be turned clockwise
+    exif[0x0112] = 6  # the image is to be turned clockwise
     np.testing.assert_array_equal(decode_mask(saved(Image.fromarray(IDS), exif=exif)).values, np.rot90(IDS, -1))
 
 
@@ -109,11 +109,11 @@ def test_the_orientation_is_applied():
     [
         (lambda: saved(Image.fromarray(IDS), "JPEG"), "JPEG file does not keep"),
         (lambda: saved(Image.fromarray(np.stack([IDS] * 3, -1)), "WEBP", lossless=True), "WEBP file does not keep"),
-        (lambda: saved(Image.fromarray(IDS.astype(np.float32)), "TIFF"), "of the kind F"),
-        (lambda: saved(Image.fromarray(np.stack([IDS] * 4, -1), "CMYK"), "TIFF"), "of the kind CMYK"),
+        (lambda: saved(Image.fromarray(IDS.astype(np.float32)), "TIFF"), "of PIL mode F"),
+        (lambda: saved(Image.fromarray(np.stack([IDS] * 4, -1), "CMYK"), "TIFF"), "of PIL mode CMYK"),
         (lambda: saved(Image.fromarray(IDS))[:50], "truncated or damaged"),
         (lambda: b"", "empty"),
-        (lambda: b"no picture", "no picture"),
+        (lambda: b"no image", "no image"),
     ],
 )
 def test_a_file_that_is_no_mask_is_named(data, says):

@@ -1,11 +1,11 @@
-"""Pictures that tests make: smooth colours with an edge, so that a wrong turn, scale or channel is seen."""
+"""Images that tests make: smooth colours with an edge, so that a wrong turn, scale or channel is seen."""
 
 import io
 
 import numpy as np
 import torch
 
-from lockstep_recipes.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage
 
 
 def colours(height=48, width=64):
@@ -31,7 +31,7 @@ def rectangle(height=60, width=80, box=(20, 15, 50, 40)):
     pixels[top:bottom, left:right] = 200
     mask = torch.ones(height, width, dtype=torch.int64)
     mask[top:bottom, left:right] = 3
-    return Picture.from_pixels(pixels, mask, torch.tensor([box], dtype=torch.float32))
+    return AnnotatedImage.from_pixels(pixels, mask, torch.tensor([box], dtype=torch.float32))
 
 
 def extent(inside):

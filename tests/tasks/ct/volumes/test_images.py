@@ -6,9 +6,9 @@ import torch
 
 from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks.ct.volumes.choice import choose_slices, slice_groups
-from lockstep_recipes.tasks.ct.volumes.pictures import slice_pictures
+from lockstep_recipes.tasks.ct.volumes.images import slice_images
 from lockstep_recipes.tasks.ct.volumes.windows import NAMED, windowed, windows_of
-from lockstep_recipes.tasks.vision.pictures.options import (
+from lockstep_recipes.tasks.vision.images.options import (
     AugmentOptions,
     ColorJitterOptions,
     RandAugmentOptions,
@@ -34,7 +34,7 @@ def test_windows_that_are_none():
     with pytest.raises(UsageError, match="did you mean lung"):
         windows_of(["lungs"])
     for pair in ([0, 0], [0, -5], [1], [float("nan"), 1]):
-        with pytest.raises(UsageError, match="is no HU window"):
+        with pytest.raises(UsageError, match="is not an HU window"):
             windows_of([pair])
 
 
@@ -97,28 +97,28 @@ def test_random_changes_are_the_same_for_all_slices(augment):
     plane = np.random.default_rng(0).integers(-1000, 1000, (1, 40, 50)).astype(np.int16)
     for seed in range(8):
         torch.manual_seed(seed)
-        pictures = slice_pictures(np.repeat(plane, 5, axis=0), windows_of(USUAL), 32, augment=augment)
+        pictures = slice_images(np.repeat(plane, 5, axis=0), windows_of(USUAL), 32, augment=augment)
         after = torch.rand(())
         assert pictures.shape == (5, 3, 32, 32)
         assert pictures.dtype == torch.uint8
         assert (pictures == pictures[:1]).all()
         torch.manual_seed(seed)
-        again = slice_pictures(np.repeat(plane, 2, axis=0), windows_of(USUAL), 32, augment=augment)
+        again = slice_images(np.repeat(plane, 2, axis=0), windows_of(USUAL), 32, augment=augment)
         assert torch.equal(again, pictures[:2])
         assert torch.rand(()) == after  # the number of slices moves no generator
 
 
 def test_volumes_have_changes_of_their_own():
     plane = np.random.default_rng(0).integers(-1000, 1000, (1, 40, 50)).astype(np.int16)
-    one, other = (slice_pictures(plane, windows_of(USUAL), 32, augment=AugmentOptions()) for _ in range(2))
+    one, other = (slice_images(plane, windows_of(USUAL), 32, augment=AugmentOptions()) for _ in range(2))
     assert not torch.equal(one, other)
 
 
 def test_evaluation_draws_nothing():
     plane = np.random.default_rng(0).integers(-1000, 1000, (2, 40, 50)).astype(np.int16)
     state = torch.get_rng_state()
-    stretched = slice_pictures(plane, windows_of(["lung"]), 32, augment=None)
-    padded = slice_pictures(plane, windows_of(["lung"]), 32, augment=None, keep_shape=True)
+    stretched = slice_images(plane, windows_of(["lung"]), 32, augment=None)
+    padded = slice_images(plane, windows_of(["lung"]), 32, augment=None, keep_shape=True)
     assert torch.equal(state, torch.get_rng_state())
     assert stretched.shape == padded.shape == (2, 1, 32, 32)
     assert (padded[:, :, 26:] == 0).all()

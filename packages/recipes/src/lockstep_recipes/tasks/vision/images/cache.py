@@ -1,4 +1,4 @@
-"""Decoded pictures on disk: only the first epoch decodes. All processes of a machine fill and read one cache."""
+"""Cache decoded images on disk: only the first epoch decodes. All processes of a machine fill and read one cache."""
 
 from __future__ import annotations
 
@@ -22,51 +22,50 @@ import numpy.typing as npt
 from lockstep.core import this_process
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import UsageError
-from lockstep_recipes.tasks.vision.pictures.cache_slabs import FullError, Slabs, write_all
+from lockstep_recipes.tasks.vision.images.cache_slabs import FullError, Slabs, write_all
 
 Pixels = npt.NDArray[np.uint8]
 
-_FORMAT = 2  # of the files and of what the digest stands for; it is a part of the folder's name
+_FORMAT = 2  # version of the files and of the digest; it is part of the folder's name
 # An entry of the index: slab, boot, offset, height, width, CRC of the pixels; then the CRC of these fields.
 _FIELDS = struct.Struct("<IIQIII")
 _CHECK = struct.Struct("<I")
 _ENTRY = np.dtype(
     [("slab", "<u4"), ("boot", "<u4"), ("offset", "<u8"), ("height", "<u4"), ("width", "<u4"), ("crcs", "<u4", 2)]
 )
-_NAME = 8  # bytes behind the entries: the name of the index, drawn when it was made. A last byte says who was told
+_NAME = 8  # bytes after the entries: the random name of the index. One more byte marks that a warning was shown
 
 
 _NO_LIMITS = CacheOptions()
 
 
 class DecodedCache:
-    """uint8 pixels by index, in files that any number of processes fill and read at the same time, without waiting.
+    """uint8 pixels by index, in files that any number of processes fill and read at the same time, without locking.
 
-    A process appends pixels to a file of its own (a slab), and then writes an entry into the index, which all processes
-    map into memory. So a picture is in the cache whole or not at all, whenever a process is killed.
+    A process appends pixels to its own file (a slab), and then writes an entry to the index, which all processes map
+    into memory. So an image is complete or absent in the cache, even if a process is killed.
 
-    After the machine was started anew, the first reader of a picture compares its pixels with their CRC: the system may
-    have written the entry to disk and not the pixels. Pixels that differ are decoded again.
+    After a reboot, the first reader of an image compares its pixels with their CRC, because the system may have written
+    the entry to disk but not the pixels. Pixels that differ are decoded again.
 
-    A cache that cannot be written (permissions, full disk, limit) gives the same pixels: they are decoded each time. A
-    warning says so once. The cache stops growing while a part of the disk is still free, so that checkpoints find
-    space.
+    If the cache cannot be written (permissions, full disk, limit), the pixels are the same, but are decoded each time,
+    and there is one warning. The cache stops growing before the disk is full, to leave space for checkpoints.
 
-    An object belongs to one thread of each process. The folder should be on a disk of this machine: on a network file
-    system the machines would not see each other's entries at once, and a failed write may be noticed too late.
+    An object may only be used by one thread of each process. The folder should be on a local disk: on a network file
+    system, machines would not see each other's entries immediately, and a failed write may be noticed too late.
 
     Args:
-        folder: of this cache alone. Its name must stand for the content; see `folder_name`.
-        count: number of pictures.
-        channels: of all pictures.
-        options: pictures that are larger than `shorter_side` are reduced before they are kept, and are reduced alike
-            where they are not kept. Boxes and masks of a picture must be scaled alike.
+        folder: a folder for only this cache. Its name must identify the content; see `folder_name`.
+        count: number of images.
+        channels: the number of channels of all images.
+        options: images that are larger than `shorter_side` are reduced before they are cached, and in the same way if
+            they are not cached. Boxes and masks of an image must be scaled accordingly.
     """
 
     def __init__(self, folder: Path, count: int, *, channels: int = 3, options: CacheOptions = _NO_LIMITS) -> None:
         self.folder, self.count, self.channels, self.options = folder, count, channels, options
         self.stopped: str | None = None
-        """Why this process writes no more, or None."""
+        """Why this process stopped writing, or None."""
         self._boot = _boot()
         self._open: OrderedDict[int, int] = OrderedDict()
         self._most_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -80,13 +79,13 @@ class DecodedCache:
         self._slabs = Slabs(folder, name, limit_bytes=options.limit_bytes, published_end=self._published_end)
 
     def pixels(self, index: int, read: Callable[[], Pixels]) -> Pixels:
-        """The pixels of a picture, from the cache or from `read`.
+        """The pixels of an image, from the cache or from `read`.
 
         Args:
-            read: decodes the picture: uint8 (height, width, channels). What it raises comes through.
+            read: decodes the image: uint8 (height, width, channels). Its exceptions are passed on.
 
         Returns:
-            An array (height, width, channels) of the caller's own. It is the same whether the cache had it or not.
+            A new array (height, width, channels). It is the same whether it was cached or not.
 
         Raises:
             UsageError: `read` returned something else.
@@ -109,21 +108,21 @@ class DecodedCache:
         return self._entry(index) is not None
 
     def summary(self) -> str:
-        """A line for people: how many pictures are in the cache, their size on disk, the limit, the folder."""
+        """A line for the log: how many images are in the cache, their size on disk, the limit, the folder."""
         held = sum(index in self for index in range(self.count))
         limit = "" if self.options.limit_bytes is None else f" of {self.options.limit_bytes / 1e9:.3g}"
         why = "" if self.stopped is None else f"; it {self.stopped}"
         size = f"{self.bytes_on_disk() / 1e9:.3g}{limit} GB"
-        return f"decoded pictures: {held:,} of {self.count:,} in {self.folder}, {size}{why}"
+        return f"decoded images: {held:,} of {self.count:,} in {self.folder}, {size}{why}"
 
     def bytes_on_disk(self) -> int:
-        """Bytes that the pixels occupy on the disk now."""
+        """Bytes that the pixels currently occupy on disk."""
         return sum(path.stat().st_blocks * 512 for path in self.folder.glob("*.slab"))
 
     # ---- entries
 
     def _entry(self, index: int) -> tuple[int, ...] | None:
-        """The fields of an entry. None: there is no entry, or another process is just writing it."""
+        """The fields of an entry. None: there is no entry, or another process is writing it."""
         if self._index is None:
             return None
         raw = self._index[index * _ENTRY.itemsize : (index + 1) * _ENTRY.itemsize]
@@ -133,11 +132,11 @@ class DecodedCache:
 
     def _publish(self, index: int, fields: tuple[int, ...]) -> None:
         raw = _FIELDS.pack(*fields)
-        # The pixels were written before: whoever sees the entry sees them.
+        # The pixels were written before the entry, so a process that sees the entry also sees the pixels.
         write_all(self._handle, memoryview(raw + _CHECK.pack(zlib.crc32(raw))), index * _ENTRY.itemsize)
 
     def _published_end(self, slab: int) -> int:
-        """Where the last pixels end that entries know in a slab."""
+        """The end of the last pixels of a slab that have an entry."""
         assert self._index is not None
         entries = np.frombuffer(self._index, dtype=_ENTRY, count=self.count)
         mine = entries[entries["slab"] == slab]
@@ -151,7 +150,7 @@ class DecodedCache:
         slab, boot, offset, height, width, crc = entry
         pixels = np.empty((height, width, self.channels), dtype=np.uint8)
         try:
-            # One request for the whole picture. The system keeps one copy of the file in memory for all processes.
+            # One read for the whole image. The page cache is shared by all processes.
             if os.preadv(self._opened(slab), [pixels.data], offset) != pixels.nbytes:
                 return None
         except OSError:
@@ -164,7 +163,7 @@ class DecodedCache:
         return pixels
 
     def _opened(self, slab: int) -> int:
-        """An open file of a slab. The file that was not used for the longest time is closed for it."""
+        """An open file of a slab. The least recently used file is closed for it."""
         if slab in self._open:
             self._open.move_to_end(slab)
             return self._open[slab]
@@ -185,18 +184,18 @@ class DecodedCache:
 
     @property
     def _tail(self) -> int:
-        """Where the entries of the index end."""
+        """The end of the entries of the index."""
         return self.count * _ENTRY.itemsize
 
     def _open_index(self) -> bytes:
-        """Open and map the index, which is made if it is not there. Returns its name."""
+        """Open and map the index, which is created if it does not exist. Returns its name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._handle = os.open(self.folder / "index", os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(self._handle, self._tail + _NAME + 1)  # by every process: it changes no entry
+        os.ftruncate(self._handle, self._tail + _NAME + 1)  # every process does this; it does not change entries
         with self._locked_tail():
             name = os.pread(self._handle, _NAME, self._tail)
             name = name if any(name) else secrets.token_bytes(_NAME)
-            os.pwrite(self._handle, name + b"\0", self._tail)  # nobody was told yet
+            os.pwrite(self._handle, name + b"\0", self._tail)  # no warning yet
         self._index = mmap.mmap(self._handle, self._tail + _NAME + 1, prot=mmap.PROT_READ)
         return name
 
@@ -209,17 +208,17 @@ class DecodedCache:
             fcntl.lockf(self._handle, fcntl.LOCK_UN, _NAME + 1, self._tail)
 
     def _stop(self, why: str) -> None:
-        """Write no more in this process, and warn once for all processes of this machine."""
+        """Stop writing in this process, and warn once for all processes of this machine."""
         self.stopped = why
         if "_slabs" in self.__dict__:
             self._slabs.close()
         if not self._was_told():
-            rest = "pictures that are not in it are decoded in every epoch; training goes on"
-            warnings.warn(f"the cache of decoded pictures {self.folder} {why}; {rest}", RuntimeWarning, stacklevel=3)
+            rest = "training continues, and images that are not in it are decoded in every epoch"
+            warnings.warn(f"the cache of decoded images {self.folder} {why}; {rest}", RuntimeWarning, stacklevel=3)
 
     def _was_told(self) -> bool:
         """True if a process of this machine has warned since the cache was opened. This call counts as a warning."""
-        if self._index is None:  # there is no place to leave a mark
+        if self._index is None:  # there is nowhere to leave a mark
             return this_process.local_rank() != 0
         try:
             with self._locked_tail():
@@ -244,23 +243,22 @@ class DecodedCache:
 
 
 def folder_name(digest: str, *, channels: int, shorter_side: int | None) -> str:
-    """The name of the folder of a cache. It stands for the content.
+    """The name of the folder of a cache, which identifies the content.
 
     Args:
-        digest: changes where a picture of the source changes.
+        digest: changes if an image of the source changes.
     """
     side = "full" if shorter_side is None else str(shorter_side)
     return f"pictures-{_FORMAT}-{digest[:24]}-{channels}x{side}"
 
 
 def reduced(pixels: Pixels, shorter_side: int | None) -> Pixels:
-    """A picture whose shorter side is at most `shorter_side` pixels, by PIL's bilinear filter, which antialiases.
-
-    PIL computes with integers, so that all machines give the same pixels.
+    """An image reduced to a shorter side of at most `shorter_side` pixels, with PIL's antialiasing bilinear filter. PIL
+    computes with integers, so the pixels are the same on all machines.
 
     Args:
         pixels: (height, width, channels) uint8, with 1, 3 or 4 channels.
-        shorter_side: None: the picture stays as it is.
+        shorter_side: the limit in pixels. None: the image is not changed.
     """
     height, width, channels = pixels.shape
     size = reduced_size(height, width, shorter_side)
@@ -273,7 +271,7 @@ def reduced(pixels: Pixels, shorter_side: int | None) -> Pixels:
 
 
 def reduced_size(height: int, width: int, shorter_side: int | None) -> tuple[int, int]:
-    """(height, width) of a picture after `reduced`."""
+    """(height, width) of an image after `reduced`."""
     shorter = min(height, width)
     if shorter_side is None or shorter <= shorter_side:
         return height, width
@@ -286,10 +284,8 @@ def _cannot_write(error: OSError) -> str:
 
 
 def _boot() -> int:
-    """A number of 32 bits for the time since this machine was started.
-
-    Where the system does not tell, the number is drawn by chance. Then each process compares CRCs.
-    """
+    """A 32-bit number that identifies the current boot of this machine. If the system does not provide it, the number
+    is random, and each process compares CRCs."""
     try:
         return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     except OSError:

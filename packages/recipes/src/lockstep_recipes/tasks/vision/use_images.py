@@ -1,12 +1,11 @@
-"""Predictions of the exported model that lies beside this file. It needs torch, NumPy and Pillow, and nothing else.
+"""Predict with the exported model next to this file. Needs only torch, NumPy and Pillow.
 
-    python use_model.py PICTURE...        a line of JSON for each picture
+    python use_model.py IMAGE...          a line of JSON for each image
 
-    import use_model
-    use_model.predict("picture.jpg")      a dict; for a list of pictures a list of dicts
+    import use_model use_model.predict("image.jpg")        a dict; for a list of images a list of dicts
 
-`lockstep export` copies this file. A picture is a path, an image of Pillow, or uint8 (height, width, channels). It is
-prepared as an evaluation prepares it, as the .json file of this folder says. `model.pt2` computes the rest.
+`lockstep export` copies this file. An image is a path, a Pillow image, or uint8 (height, width, channels). It is
+prepared as in an evaluation, according to the .json file in this folder. `model.pt2` computes the rest.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from torch.nn import functional
 
 HERE = Path(__file__).resolve().parent
 BATCH = 8
-"""Pictures, or parts of pictures, that the model sees at a time, if it can see several."""
+"""The number of images, or of tiles, that the model processes at a time, if it can process several."""
 MOST_TRIED = 1024
-"""Pixels of the largest square with which a program is tried that refuses a picture."""
+"""Pixels of the largest square to try if a program refuses an image."""
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
 def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") -> Any:
-    """The answer of the model for a picture, as a dict; for a list of pictures, as a list.
+    """The prediction for an image as a dict; for a list of images, a list.
 
     | model | keys |
     |---|---|
     | classification | `prediction`, `probability`, and `probabilities` by class |
-    | segmentation | `classes`: (height, width) class numbers of all pixels; `names`; `shares` of the pixels by class |
+    | segmentation | `classes`: (height, width) class numbers; `names`; `shares`: the fraction of pixels by class |
     | detection | `boxes`: dicts of `class`, `score` and `box`: left, top, right, bottom in pixels; the best first. |
-    | | Without boxes also `note`: whether the threshold of scores is the reason |
+    | | Without boxes, also `note`: whether the score threshold is the reason |
 
     Args:
-        device: where the model computes: `cpu`, `cuda`, `mps`.
+        device: the device that runs the model: `cpu`, `cuda`, `mps`.
     """
     several = isinstance(pictures, list | tuple)
     kind, about, run = _loaded(Path(folder), device)
@@ -53,7 +52,7 @@ def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") ->
     read = [pixels_of(picture, about) for picture in given]
     try:
         found = KINDS[kind](about, run, read)
-    except (AssertionError, RuntimeError):  # guards of torch raise both
+    except (AssertionError, RuntimeError):  # torch's guards raise both
         small = _too_small(given, read, about, run) if kind == "segmentation" else None
         if small is None:
             raise
@@ -82,9 +81,9 @@ def _loaded(folder: Path, device: str) -> tuple[str, dict[str, Any], Callable[..
 def _too_small(
     given: Sequence[Any], read: Sequence[Tensor], about: dict[str, Any], run: Callable[..., Any]
 ) -> ValueError | None:
-    """The error about the first picture that is smaller than the program takes. None: no picture is.
+    """The error about the first image that is too small for the program. None: there is no such image.
 
-    The limits of a program follow from guards that torch wrote while it traced the model, so the program is tried.
+    The limits of a program follow from guards that torch added while tracing the model, so they are found by trying.
     """
 
     def takes(side: int) -> bool:
@@ -98,8 +97,8 @@ def _too_small(
     for number, (picture, pixels) in enumerate(zip(given, read, strict=True)):
         height, width = pixels.shape[1:]
         if min(height, width) < least:
-            name = picture if isinstance(picture, str | Path) else f"picture {number}"
-            what = f"the picture has {width} x {height} pixels, and model.pt2 takes {least} x {least} or more"
+            name = picture if isinstance(picture, str | Path) else f"image {number}"
+            what = f"the image has {width} x {height} pixels, but model.pt2 needs at least {least} x {least}"
             return ValueError(f"{name}: {what}; enlarge it, or try `lockstep predict`, which has a lower limit")
     return None
 
@@ -119,7 +118,7 @@ def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
     if isinstance(picture, np.ndarray):
         picture = Image.fromarray(picture[..., 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture)
     if picture.mode == "F":
-        what = "the pixels are floating-point numbers, of which the range is not known; save them as integers"
+        what = "the pixels are floating-point numbers, whose range is unknown; save them as integers"
         raise ValueError(what)
     if picture.mode.startswith("I"):  # 16 bits
         picture = Image.fromarray(((np.asarray(picture).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
@@ -127,7 +126,7 @@ def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
         picture = picture.convert("RGBA")
     picture = picture.convert("L" if channels == 1 else "RGB")
     side, shorter = about.get("cache_size"), min(picture.size)
-    if side is not None and shorter > side:  # pictures of the training were kept at this size
+    if side is not None and shorter > side:  # training images were cached at this size
         width, height = ((length * side + shorter // 2) // shorter for length in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))
@@ -138,14 +137,14 @@ def resized(pixels: Tensor, size: Size, about: dict[str, Any]) -> Tensor:
     """uint8 (channels, *size), with antialiasing."""
     if pixels.shape[1:] == size:
         return pixels
-    # torch rounds differently for pixels that lie in another order, so they lie as in Lockstep: by rows.
+    # torch rounds differently for a different memory layout, so use that of Lockstep: by rows.
     by_rows = pixels.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
     mode = about["interpolation"]
     return functional.interpolate(by_rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
 
 
 def in_batches(about: dict[str, Any], run: Callable[..., Any], **inputs: Sequence[Tensor]) -> Any:
-    """The answer of the model for inputs, of which it sees a few at a time: a tensor, or a tuple of tensors."""
+    """The outputs of the model for inputs, a few at a time: a tensor, or a tuple of tensors."""
     count, step = len(next(iter(inputs.values()))), about["batch"]
     parts = [
         run(**{name: stacked(values[begin : begin + step]) for name, values in inputs.items()})
@@ -157,7 +156,7 @@ def in_batches(about: dict[str, Any], run: Callable[..., Any], **inputs: Sequenc
 
 
 def stacked(values: Sequence[Tensor]) -> Tensor:
-    """A batch. Pictures lie in memory by rows, as in Lockstep: in another order, results differ by rounding."""
+    """A batch. Images are stored by rows, as in Lockstep: with a different layout, results differ by rounding."""
     batch = torch.stack(list(values))
     is_colour = batch.dim() == 4 and batch.shape[1] > 1
     return batch.contiguous(memory_format=torch.channels_last) if is_colour else batch.contiguous()
@@ -177,7 +176,7 @@ def classified(about: dict[str, Any], run: Callable[..., Any], pictures: Sequenc
 
 
 def _centre(pixels: Tensor, size: int, about: dict[str, Any]) -> Tensor:
-    """The whole picture as a square; with `eval_resize`, the centre of a picture with this shorter side."""
+    """The whole image as a square; with `eval_resize`, the centre crop of an image with this shorter side."""
     if about["eval_resize"] is None:
         return resized(pixels, (size, size), about)
     (height, width), side = pixels.shape[1:], about["eval_resize"]
@@ -225,7 +224,7 @@ def _mask(numbers: Any, about: dict[str, Any]) -> Any:
 
 
 def _seen_size(size: Size, about: dict[str, Any]) -> Size:
-    """The size at which the model sees a picture or a window."""
+    """The input size of the model for an image or a window."""
     if about["eval_window"] is not None:
         return size
     if about["eval_shape"] == "square" and about["size"] is not None:
@@ -234,7 +233,7 @@ def _seen_size(size: Size, about: dict[str, Any]) -> Size:
 
 
 def fitted_size(size: Size, shorter: int | None) -> Size:
-    """Height and width with `shorter` pixels along the shorter side, and the same shape. None: `size` itself."""
+    """Height and width with `shorter` pixels along the shorter side, and the same aspect ratio. None: `size` itself."""
     if shorter is None:
         return size
     height, width = size
@@ -244,7 +243,7 @@ def fitted_size(size: Size, shorter: int | None) -> Size:
 
 
 def windows_along(length: int, side: int, overlap: float) -> list[tuple[int, int, int, int]]:
-    """Along one direction, of each window: its start and length, and start and length of the part that counts."""
+    """For each window along one direction: its start and length, and start and length of the region that is used."""
     if length <= side:
         return [(0, length, 0, length)]
     stride = max(1, side - int(side * overlap))
@@ -291,18 +290,18 @@ def _boxes(about: dict[str, Any], run: Callable[..., Any], pixels: Tensor) -> di
 
 def _why_none(rows: Sequence[Any], about: dict[str, Any]) -> str:
     if not rows:
-        return "the model found no box"
+        return "the model found no boxes"
     highest = max(score for _, score, _ in rows)
     return (
-        f"the model found {len(rows)} boxes, and the highest score is {highest:.3g}: none reaches the threshold of "
+        f"the model found {len(rows)} boxes, but the highest score is {highest:.3g}: none reaches the threshold of "
         f"{about['score_threshold']:g}. Lower score_threshold in detection.json to get them, or train longer"
     )
 
 
 def _in_square(pixels: Tensor, about: dict[str, Any]) -> tuple[Tensor, Size]:
-    """float32 (channels, size, size): the picture, and the height and width that it has in the square.
+    """float32 (channels, size, size): the image, and the height and width that it has in the square.
 
-    The rest is padding; models that see no padding get the picture stretched to the square.
+    The rest is padding. For models that do not accept padding, the image is stretched to the square.
     """
     side, (height, width) = about["size"], pixels.shape[1:]
     factor = min(side / height, side / width)
@@ -316,7 +315,7 @@ def _in_square(pixels: Tensor, about: dict[str, Any]) -> tuple[Tensor, Size]:
 
 
 def tiles_along(length: int, side: int | None, overlap: float) -> list[tuple[int, int]]:
-    """Where tiles begin along an axis, and how many pixels they have there."""
+    """The start and length of tiles along an axis, in pixels."""
     if side is None or length <= side:
         return [(0, length)]
     count = 1 + int(-(-(length - side) // max(1.0, side * (1 - overlap))))
@@ -324,7 +323,7 @@ def tiles_along(length: int, side: int | None, overlap: float) -> list[tuple[int
 
 
 def _without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, *, most: float | None) -> tuple[Tensor, ...]:
-    """Non-maximum suppression within each class: a box is left out if a better box overlaps it by more than `most`."""
+    """Non-maximum suppression within each class: a box is removed if a better box overlaps it by more than `most`."""
     kept: list[int] = []
     classes, is_box = labels.tolist(), ((labels >= 0) & (scores > 0)).tolist()
     areas = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
@@ -349,6 +348,6 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     for name in sys.argv[1:]:
         said = predict(name)
-        for pixels in ("classes", "mask"):  # a number for each pixel
+        for pixels in ("classes", "mask"):  # one number per pixel
             said.pop(pixels, None)
         print(json.dumps({"input": name, **said}))

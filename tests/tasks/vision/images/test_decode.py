@@ -1,4 +1,4 @@
-"""Decoding against PIL: every mode, every orientation, and files that are no pictures."""
+"""Decoding against PIL: every mode, every orientation, and files that are no images."""
 
 import io
 import struct
@@ -12,11 +12,11 @@ import torch
 from PIL import Image, ImageOps
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep_recipes.tasks.vision.pictures import decode as module
-from lockstep_recipes.tasks.vision.pictures.decode import decode, image_size
-from lockstep_recipes.tasks.vision.readers.image_files import is_picture
+from lockstep_recipes.tasks.vision.images import decode as module
+from lockstep_recipes.tasks.vision.images.decode import decode, image_size
+from lockstep_recipes.tasks.vision.readers.image_files import is_image
 from lockstep_recipes.tasks.vision.readers.image_shards import read_shards
-from tests.tasks.vision.pictures.pictures import colours, encode
+from tests.tasks.vision.images.images import colours, encode
 from tests.tasks.vision.readers.test_image_records import shard
 
 RGB = Image.fromarray(colours())
@@ -111,7 +111,7 @@ def test_pictures_are_turned_upright(kind, orientation, decoders):
 @pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1)])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_turned_pictures_of_one_row_become_tensors(size, orientation):
-    """NumPy calls such a picture contiguous, also where it is read backwards."""
+    """NumPy calls such an image contiguous, also where it is read backwards."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(RGB.resize(size), "PNG", exif=exif)
@@ -171,10 +171,10 @@ def test_truncated_files_are_errors(case, share, decoders):
     ("data", "message"),
     [
         (b"", "the file is empty"),
-        (b"path,label\na.jpg,1\n" * 20, r"no picture.*380 bytes that begin with b'path,label"),
-        (b"\xff\xd8\xff\xe0", "no picture|damaged"),
-        (b"\xff\xd8" + b"\xff" * 100, "no picture|damaged"),
-        (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "no picture|damaged"),
+        (b"path,label\na.jpg,1\n" * 20, r"not an image.*380 bytes that start with b'path,label"),
+        (b"\xff\xd8\xff\xe0", "not an image|damaged"),
+        (b"\xff\xd8" + b"\xff" * 100, "not an image|damaged"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "not an image|damaged"),
     ],
 )
 @pytest.mark.parametrize("read", [decode, image_size])
@@ -259,7 +259,7 @@ def test_heic_is_read_where_pillow_heif_is_installed(heic):
     install()
     assert np.array_equal(decode(data), np.asarray(RGB))
     assert image_size(data) == RGB.size[::-1]
-    assert is_picture("IMG_1.HEIC")
+    assert is_image("IMG_1.HEIC")
     assert registered == [True]
 
 
@@ -269,7 +269,7 @@ def test_heic_in_a_shard_is_read_where_pillow_heif_is_installed(heic, monkeypatc
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     pictures, _, _, notes = read_shards(made, label="label", labelled=False)
     assert len(pictures) == 1
-    assert notes == ("1 members of 1 shards belong to no picture and are left out",)
+    assert notes == ("1 members of 1 shards do not belong to an image and are left out",)
     module.reads_heif.cache_clear()
     install()
     pictures, _, _, notes = read_shards(made, label="label", labelled=False)  # not by the index of before
@@ -279,6 +279,6 @@ def test_heic_in_a_shard_is_read_where_pillow_heif_is_installed(heic, monkeypatc
 
 def test_heic_without_pillow_heif_is_an_error_that_names_it(heic, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    with pytest.raises(DataError, match=r"HEIC picture, which needs pillow-heif(?s:.*)torch-lockstep\[heic\]"):
+    with pytest.raises(DataError, match=r"HEIC image, which needs pillow-heif(?s:.*)torch-lockstep\[heic\]"):
         decode(heic[0], where="a.heic")
-    assert not is_picture("IMG_1.HEIC")
+    assert not is_image("IMG_1.HEIC")

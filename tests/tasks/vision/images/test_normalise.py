@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep_recipes.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep_recipes.tasks.vision.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 
 
 def batch(dtype=torch.uint8):

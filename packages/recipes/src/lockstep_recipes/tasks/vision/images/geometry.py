@@ -1,7 +1,7 @@
-"""Geometry of pictures: image, mask and boxes are moved alike. All images are uint8, before and after.
+"""Geometry of images, applied consistently to image, mask and boxes. All images are uint8, before and after.
 
 Images are resized with antialiasing, masks take the value of the nearest pixel, boxes are moved and clipped. Functions
-that cut have `min_visible`: boxes are left out if a smaller share of their area than this is still inside.
+that crop have `min_visible`: boxes are removed if the fraction of their area inside the crop is smaller.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep_recipes.tasks.vision.pictures.options import Interpolation
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, rows
+from lockstep_recipes.tasks.vision.images.options import Interpolation
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
@@ -24,20 +24,21 @@ Matrix = tuple[tuple[float, float, float], tuple[float, float, float]]
 """((a, b, c), (d, e, f)): the point (x, y) moves to (a x + b y + c, d x + e y + f)."""
 
 MIN_VISIBLE = 0.1
-_SUPPORT = {"bilinear": 1, "bicubic": 2}  # reach of the filter, in pixels of the smaller of both grids
+_SUPPORT = {"bilinear": 1, "bicubic": 2}  # radius of the filter, in pixels of the smaller grid
 
 
-def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) -> Picture:
-    """A part of the picture. The image is not copied.
+def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VISIBLE) -> AnnotatedImage:
+    """A region of the image. The image is not copied.
 
     Raises:
-        ValueError: the region is empty or not inside the picture.
+        ValueError: the region is empty or not inside the image.
     """
     top, left, height, width = region
     _, all_rows, all_columns = picture.image.shape
     inside = top >= 0 and left >= 0 and top + height <= all_rows and left + width <= all_columns
     if not inside or min(height, width) < 1:
-        raise ValueError(f"region {region} (top, left, height, width) of a picture of {picture.size}")
+        where = f"the image of {all_rows} x {all_columns} pixels"
+        raise ValueError(f"region {region} (top, left, height, width) is empty or not inside {where}")
     boxes = picture.boxes
     moved = replace(
         picture,
@@ -48,11 +49,11 @@ def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) 
     return moved if boxes is None else _clip_boxes(moved, min_visible)
 
 
-def resize(picture: Picture, size: Size, *, interpolation: Interpolation = "bilinear") -> Picture:
-    """The whole picture at another size.
+def resize(picture: AnnotatedImage, size: Size, *, interpolation: Interpolation = "bilinear") -> AnnotatedImage:
+    """The whole image, resized.
 
     Image pixels are within 2 levels of PIL's `resize`. Only bicubic interpolation that enlarges one side and reduces
-    the other may differ more, because PIL and torch then begin with different sides.
+    the other may differ more, because PIL and torch then start with different sides.
     """
     if size == picture.size:
         return picture
@@ -65,18 +66,18 @@ def resize(picture: Picture, size: Size, *, interpolation: Interpolation = "bili
 
 
 def resize_crop(
-    picture: Picture,
+    picture: AnnotatedImage,
     size: Size,
     region: Region,
     *,
     interpolation: Interpolation = "bilinear",
     min_visible: float = MIN_VISIBLE,
-) -> Picture:
+) -> AnnotatedImage:
     """The same as `crop(resize(picture, size), region)`, without most of the pixels that the crop would drop.
 
     Args:
-        size: of the whole picture after resizing.
-        region: the part of the resized picture that is wanted.
+        size: the size of the whole image after resizing.
+        region: the region of the resized image to return.
     """
     if size == picture.size:
         return crop(picture, region, min_visible=min_visible)
@@ -93,7 +94,7 @@ def resize_crop(
 
 
 def fitted_size(size: Size, frame: Size) -> Size:
-    """The largest size with the shape of `size` that fits into `frame`, in whole pixels, at least 1."""
+    """The largest size with the aspect ratio of `size` that fits into `frame`, in whole pixels, at least 1."""
     return scaled_size(size, min(frame[0] / size[0], frame[1] / size[1]), most=frame)
 
 
@@ -104,9 +105,14 @@ def scaled_size(size: Size, factor: float, *, most: Size | None = None) -> Size:
 
 
 def letterbox(
-    picture: Picture, frame: Size, *, interpolation: Interpolation = "bilinear", fill: int = 0, mask_fill: int = 0
-) -> tuple[Picture, Size]:
-    """The whole picture, resized so that it just fits into a frame, with padding at the right and at the bottom.
+    picture: AnnotatedImage,
+    frame: Size,
+    *,
+    interpolation: Interpolation = "bilinear",
+    fill: int = 0,
+    mask_fill: int = 0,
+) -> tuple[AnnotatedImage, Size]:
+    """The whole image, resized so that it just fits into a frame, with padding at the right and at the bottom.
 
     Args:
         frame: (height, width) of the result.
@@ -114,8 +120,8 @@ def letterbox(
         mask_fill: value of the mask in the padding.
 
     Returns:
-        the picture in its frame, and the (height, width) that it takes there, from the upper left corner on. So a point
-        (x, y) of the result is the point (x * old width / width, y * old height / height) of the picture.
+        the image in its frame, and the (height, width) that it occupies there, from the upper left corner. So a point
+        (x, y) of the result is the point (x * old width / width, y * old height / height) of the image.
     """
     inner = fitted_size(picture.size, frame)
     resized = resize(picture, inner, interpolation=interpolation)
@@ -125,8 +131,8 @@ def letterbox(
     return pad(resized, bottom=bottom, right=right, fill=fill, mask_fill=mask_fill), inner
 
 
-def flip(picture: Picture, *, vertical: bool = False) -> Picture:
-    """Left and right exchanged; with `vertical`, top and bottom."""
+def flip(picture: AnnotatedImage, *, vertical: bool = False) -> AnnotatedImage:
+    """The image flipped left to right; with `vertical`, top to bottom."""
     height, width = picture.size
     boxes = picture.boxes
     if boxes is not None:
@@ -141,9 +147,16 @@ def flip(picture: Picture, *, vertical: bool = False) -> Picture:
 
 
 def pad(
-    picture: Picture, *, top: int = 0, left: int = 0, bottom: int = 0, right: int = 0, fill: int = 0, mask_fill: int = 0
-) -> Picture:
-    """The picture with borders.
+    picture: AnnotatedImage,
+    *,
+    top: int = 0,
+    left: int = 0,
+    bottom: int = 0,
+    right: int = 0,
+    fill: int = 0,
+    mask_fill: int = 0,
+) -> AnnotatedImage:
+    """The image with borders.
 
     Args:
         top, left, bottom, right: widths of the borders in pixels, at least 0.
@@ -162,27 +175,26 @@ def pad(
         mask = padded
     if boxes is not None:
         boxes = boxes + boxes.new_tensor([left, top, left, top])
-    return Picture(image.permute(2, 0, 1), mask, boxes, picture.box_indices)
+    return AnnotatedImage(image.permute(2, 0, 1), mask, boxes, picture.box_indices)
 
 
 def affine(
-    picture: Picture, matrix: Matrix, *, fill: int = 0, mask_fill: int = 0, min_visible: float = MIN_VISIBLE
-) -> Picture:
-    """The picture moved by an affine map, within its old frame.
+    picture: AnnotatedImage, matrix: Matrix, *, fill: int = 0, mask_fill: int = 0, min_visible: float = MIN_VISIBLE
+) -> AnnotatedImage:
+    """The image moved by an affine map, within its old frame.
 
     The image is interpolated bilinearly. A box becomes the smallest upright rectangle around its moved corners.
 
     Args:
-        matrix: where points of the picture go, in pixels.
-        fill: grey level of places to which no pixel moves.
-        mask_fill: value of the mask in these places.
+        matrix: the map of points of the image, in pixels.
+        fill: grey level of areas without a source pixel. mask_fill: value of the mask in these areas.
 
     Raises:
         ValueError: the map cannot be inverted.
     """
     height, width = picture.size
     x, y = _origins(matrix, (height, width))
-    # Zero lies outside of the image for grid_sample, so grey levels are counted from `fill`.
+    # grid_sample fills the outside with zero, so grey levels are counted from `fill`.
     grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], dim=-1)[None]
     counted = rows(picture.image)[None].permute(0, 3, 1, 2).to(torch.float32).sub_(fill)
     sampled = functional.grid_sample(counted, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
@@ -201,14 +213,14 @@ def affine(
 
 
 def about(point: tuple[float, float], matrix: Matrix) -> Matrix:
-    """The map that does what `matrix` does, seen from `point` (x, y) instead of the upper left corner."""
+    """The same map as `matrix`, but relative to `point` (x, y) instead of the upper left corner."""
     (a, b, c), (d, e, f) = matrix
     x, y = point
     return (a, b, c + x - a * x - b * y), (d, e, f + y - d * x - e * y)
 
 
 def rotation(degrees: float) -> Matrix:
-    """The rotation about the upper left corner, counter-clockwise as the picture is seen."""
+    """The rotation about the upper left corner, counter-clockwise as the image is seen."""
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return (cosine, sine, 0.0), (-sine, cosine, 0.0)
 
@@ -219,7 +231,7 @@ def rotation(degrees: float) -> Matrix:
 def _interpolate(
     image: Tensor, interpolation: Interpolation, *, size: Size | None = None, scale: tuple[float, float] | None = None
 ) -> Tensor:
-    # The batch dimension comes first: only then does torch see that the memory is channels_last (1.5 times as fast).
+    # With a batch dimension, torch recognises that the memory is channels_last (1.5 times as fast).
     batch = rows(image)[None].permute(0, 3, 1, 2)
     resized: Tensor = functional.interpolate(
         batch, size=size, scale_factor=scale, mode=interpolation, antialias=True, align_corners=False
@@ -238,7 +250,7 @@ def _upper_left(image: Tensor, size: Size, wanted: Size, interpolation: Interpol
     if needed == [height, width]:
         return _interpolate(image, interpolation, size=size)
     part = _interpolate(image[:, : needed[0], : needed[1]], interpolation, scale=scale)
-    # torch rounds the size down. Where that gives the old size, it copies the pixels without looking at the scale.
+    # torch rounds the size down. If that gives the old size, it copies the pixels and ignores the scale.
     enough = all(side >= count for side, count in zip(part.shape[1:], wanted, strict=True))
     copied = any(side == old and factor != 1 for side, old, factor in zip(part.shape[1:], needed, scale, strict=True))
     return part if enough and not copied else _interpolate(image, interpolation, size=size)
@@ -256,7 +268,7 @@ def _nearest(mask: Tensor, size: Size, region: Region) -> Tensor:
 
 
 def _origins(matrix: Matrix, size: Size) -> tuple[Tensor, Tensor]:
-    """Where the centres of the new pixels come from: x and y in pixels, each (height, width)."""
+    """The source positions of the centres of the new pixels: x and y in pixels, each (height, width)."""
     (a, b, c), (d, e, f) = matrix
     determinant = a * e - b * d
     if determinant == 0:
@@ -269,7 +281,7 @@ def _origins(matrix: Matrix, size: Size) -> tuple[Tensor, Tensor]:
 # ---- boxes
 
 
-def _scale_boxes(picture: Picture, size: Size) -> Tensor | None:
+def _scale_boxes(picture: AnnotatedImage, size: Size) -> Tensor | None:
     if picture.boxes is None:
         return None
     down, across = size[0] / picture.size[0], size[1] / picture.size[1]
@@ -283,13 +295,13 @@ def _move_boxes(boxes: Tensor, matrix: Matrix) -> Tensor:
     return torch.stack([moved_x.amin(1), moved_y.amin(1), moved_x.amax(1), moved_y.amax(1)], dim=1)
 
 
-def _clip_boxes(picture: Picture, min_visible: float) -> Picture:
-    """The picture with boxes clipped to its frame, without those of which too little is inside."""
+def _clip_boxes(picture: AnnotatedImage, min_visible: float) -> AnnotatedImage:
+    """The image with boxes clipped to its frame, without boxes that are mostly outside."""
     boxes, indices = picture.boxes, picture.box_indices
     if boxes is None or indices is None:
         return picture
     clipped, kept = _visible(boxes, (0, 0, *picture.size), min_visible)
-    return Picture(picture.image, picture.mask, clipped[kept], indices[kept])
+    return AnnotatedImage(picture.image, picture.mask, clipped[kept], indices[kept])
 
 
 def any_box_in(boxes: Tensor, region: Region, *, min_visible: float = MIN_VISIBLE) -> bool:

@@ -1,4 +1,4 @@
-"""The way of a picture into a batch: in training under random changes, in evaluation always the same.
+"""Prepare an image for a batch: with random changes in training, deterministically in evaluation.
 
 All random numbers are drawn from torch's global generator, which the loader seeds for each sample by seed, epoch and
 index.
@@ -13,46 +13,47 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import UsageError
-from lockstep_recipes.tasks.vision.pictures import color, geometry
-from lockstep_recipes.tasks.vision.pictures.geometry import Region, Size
-from lockstep_recipes.tasks.vision.pictures.options import (
+from lockstep_recipes.tasks.vision.images import color, geometry
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, rows
+from lockstep_recipes.tasks.vision.images.geometry import Region, Size
+from lockstep_recipes.tasks.vision.images.options import (
     AugmentOptions,
     ColorJitterOptions,
     Interpolation,
     RandomErasingOptions,
 )
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, contiguous, rows
-from lockstep_recipes.tasks.vision.pictures.policies import rand_augment, trivial_augment
+from lockstep_recipes.tasks.vision.images.policies import rand_augment, trivial_augment
 
-__all__ = ["AugmentOptions", "eval_picture", "train_picture"]
+__all__ = ["AugmentOptions", "eval_image", "train_image"]
 
-_ATTEMPTS = 10  # draws of a rectangle, before the middle is taken
+_ATTEMPTS = 10  # rectangles to draw before the centre is used
 
 
-def train_picture(
-    picture: Picture, size: int | Size, options: AugmentOptions, *, mask_fill: int = 255, fit: Size | None = None
-) -> Picture:
-    """A training picture after the random changes that `options` describe. The picture that is given stays as it is.
+def train_image(
+    picture: AnnotatedImage, size: int | Size, options: AugmentOptions, *, mask_fill: int = 255, fit: Size | None = None
+) -> AnnotatedImage:
+    """A training image after the random changes that `options` describe. The input is not modified.
 
-    Crop, flips, and the geometry of RandAugment and TrivialAugment act alike on image, mask and boxes. Colour and
-    erasing change the image only.
+    Crop, flips, and the geometry of RandAugment and TrivialAugment are applied to image, mask and boxes. Colour and
+    erasing change only the image.
 
     Args:
         size: side, or (height, width), of the result in pixels.
-        mask_fill: value of the mask where no pixel of the picture is: the value that the loss ignores.
-        fit: scale_jitter: (height, width) into which the picture fits at the factor 1. None: `size`.
+        mask_fill: value of the mask outside the image: the value that the loss ignores.
+        fit: for scale_jitter, the (height, width) into which the image fits at the factor 1. None: `size`.
 
     Returns:
-        A picture of this size, contiguous, channels_last.
+        An image of this size, contiguous, channels_last.
 
     Raises:
         ValueError: the mask's type cannot hold `mask_fill`.
     """
     frame = (size, size) if isinstance(size, int) else size
     if picture.mask is not None:
-        limits = torch.iinfo(picture.mask.dtype)
+        dtype = picture.mask.dtype
+        limits = torch.iinfo(dtype)
         if not limits.min <= mask_fill <= limits.max:
-            raise ValueError(f"a mask of {picture.mask.dtype} cannot hold mask_fill={mask_fill}")
+            raise ValueError(f"a mask of {dtype} cannot hold mask_fill={mask_fill}")
     picture = _crop(picture, frame, options, mask_fill, fit=fit or frame)
     if options.flip and _happens(options.flip):
         picture = geometry.flip(picture)
@@ -74,15 +75,15 @@ def train_picture(
     return contiguous(picture)
 
 
-def eval_picture(
-    picture: Picture, size: int, *, resize: int | None, interpolation: Interpolation = "bilinear"
-) -> Picture:
-    """An evaluation picture: resized, and its centre cut out.
+def eval_image(
+    picture: AnnotatedImage, size: int, *, resize: int | None, interpolation: Interpolation = "bilinear"
+) -> AnnotatedImage:
+    """An evaluation image: resized and centre-cropped.
 
     Args:
         size: side of the result in pixels.
-        resize: length of the picture's shorter side before the cut, usually 8/7 of `size`, at least `size`. None: the
-            whole picture is resized to `size`, whatever its shape.
+        resize: length of the image's shorter side before the crop, usually 8/7 of `size`, at least `size`. None: the
+            whole image is resized to `size`, whatever its aspect ratio.
 
     Raises:
         UsageError: `resize` is smaller than `size`.
@@ -90,7 +91,7 @@ def eval_picture(
     if resize is None:
         return contiguous(geometry.resize(picture, (size, size), interpolation=interpolation))
     if resize < size:
-        what = f"pictures are resized to {resize} pixels, but {size} are cut out of them"
+        what = f"images are resized to {resize} pixels, but the crop needs {size}"
         raise UsageError(what, remedy=f"resize to {size} or more")
     # The longer side is rounded down, as in torchvision's `Resize`.
     (height, width), shorter = picture.size, min(picture.size)
@@ -100,7 +101,7 @@ def eval_picture(
     return contiguous(geometry.resize_crop(picture, whole, (top, left, size, size), interpolation=interpolation))
 
 
-def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:
+def _crop(picture: AnnotatedImage, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> AnnotatedImage:
     if options.crop == "random_resized":
         picture = geometry.crop(picture, _resized_region(picture, size, options), min_visible=options.min_visible)
         return geometry.resize(picture, size, interpolation=options.interpolation)
@@ -121,8 +122,8 @@ def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int,
     return geometry.crop(picture, (top, left, *size), min_visible=options.min_visible)
 
 
-def _resized_region(picture: Picture, size: Size, options: AugmentOptions) -> Region:
-    """The part of the picture that is resized."""
+def _resized_region(picture: AnnotatedImage, size: Size, options: AugmentOptions) -> Region:
+    """The region of the image to resize."""
     shape = (options.ratio[0] * size[1] / size[0], options.ratio[1] * size[1] / size[0])
     boxes = _boxes_to_keep(picture, options)
     for _ in range(_ATTEMPTS):
@@ -132,11 +133,11 @@ def _resized_region(picture: Picture, size: Size, options: AugmentOptions) -> Re
     return 0, 0, *picture.size
 
 
-def _scale_jitter(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:
-    """The picture at a random scale, of which a random part is cut out, or which lies at a random place of the frame.
-
-    A side that is longer than the frame is cut, and a shorter side is padded.
-    """
+def _scale_jitter(
+    picture: AnnotatedImage, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size
+) -> AnnotatedImage:
+    """The image at a random scale. A side that is longer than the frame is cropped, and a shorter side is padded, both
+    at random offsets."""
     boxes, (height, width) = _boxes_to_keep(picture, options), picture.size
     fits = min(fit[0] / height, fit[1] / width)
     for _ in range(_ATTEMPTS):
@@ -163,13 +164,14 @@ def _scale_jitter(picture: Picture, size: Size, options: AugmentOptions, mask_fi
 
 
 def _place(length: int, frame: int, share: float) -> tuple[int, int, int]:
-    """Where a part of a side begins, its length, and the padding before it. `share` (0 to 1) chooses the place."""
+    """The start and the length of the part of a side to keep, and the padding before it. `share` (0 to 1) chooses the
+    offset."""
     begin = min(int(share * (abs(length - frame) + 1)), abs(length - frame))
     return (begin, frame, 0) if length > frame else (0, length, begin)
 
 
-def _boxes_to_keep(picture: Picture, options: AugmentOptions) -> Tensor | None:
-    """The boxes of which a part of the picture must have one. None: any part will do."""
+def _boxes_to_keep(picture: AnnotatedImage, options: AugmentOptions) -> Tensor | None:
+    """The boxes if a crop must contain at least one of them. None: any crop is acceptable."""
     boxes = picture.boxes
     return boxes if options.keep_boxes and boxes is not None and len(boxes) else None
 
@@ -183,11 +185,11 @@ def _uniform(least: float, greatest: float) -> float:
 
 
 def _rectangle(size: Size, area: tuple[float, float], ratio: tuple[float, float]) -> Region | None:
-    """A random rectangle inside of a picture, or None if ten of the drawn ones were too long.
+    """A random rectangle inside an image, or None if ten drawn rectangles did not fit.
 
     Args:
-        area: range of its area, as share of the picture's.
-        ratio: range of width / height, of which the logarithm is drawn evenly.
+        area: range of its area, as a fraction of the image's.
+        ratio: range of width / height, whose logarithm is drawn uniformly.
     """
     height, width = size
     logarithms = math.log(ratio[0]), math.log(ratio[1])
@@ -201,7 +203,7 @@ def _rectangle(size: Size, area: tuple[float, float], ratio: tuple[float, float]
 
 
 def _middle(size: Size, ratio: tuple[float, float]) -> Region:
-    """The largest rectangle in the middle of a picture with width / height in the range."""
+    """The largest centred rectangle of an image with width / height in the range."""
     height, width = size
     rows_, columns = height, width
     if width / height < ratio[0]:
@@ -212,7 +214,7 @@ def _middle(size: Size, ratio: tuple[float, float]) -> Region:
 
 
 def _jitter(image: Tensor, options: ColorJitterOptions) -> Tensor:
-    """Random factors in random order, as torchvision's `ColorJitter` does it."""
+    """Random factors in random order, as in torchvision's `ColorJitter`."""
     for which in torch.randperm(4).tolist():
         name = ("brightness", "contrast", "saturation", "hue")[which]
         most = getattr(options, name)
@@ -228,7 +230,7 @@ def _erase(image: Tensor, options: RandomErasingOptions, fill: int) -> Tensor:
     if region is None:
         return image
     top, left, height, width = region
-    result = rows(image).clone()  # the image may be the data set's own
+    result = rows(image).clone()  # the image may belong to the data set
     place = result[top : top + height, left : left + width]
     if options.content == "noise":
         place.copy_(torch.randint(0, 256, place.shape, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""The cache of decoded pictures gives what the decoder gives, whoever fills it, and whenever its writers die."""
+"""The cache of decoded images gives what the decoder gives, whoever fills it, and whenever its writers die."""
 
 import contextlib
 import errno
@@ -25,10 +25,10 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.of_data import labels_of
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
-from lockstep_recipes.tasks.vision.pictures import cache as cache_module
-from lockstep_recipes.tasks.vision.pictures import cache_slabs
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, folder_name, reduced
-from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.images import cache as cache_module
+from lockstep_recipes.tasks.vision.images import cache_slabs
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache, folder_name, reduced
+from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
 from tests.processes import HANG_S
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 
 
 def picture(index, channels=3):
-    """The pixels of picture `index`. Sizes differ."""
+    """The pixels of image `index`. Sizes differ."""
     draw = np.random.default_rng(index)
     return draw.integers(0, 256, (5 + index % 7, 9 + index % 3, channels), dtype=np.uint8)
 
 
 def absent():
-    raise AssertionError("the picture should be in the cache")
+    raise AssertionError("the image should be in the cache")
 
 
 def get(cache, index, channels=3):
@@ -74,7 +74,7 @@ def test_pixels_are_decoded_once(folder):
     assert 3 in cache
     assert_whole(cache, range(20))
     assert_whole(DecodedCache(folder, 20), range(20))  # and in the next run
-    assert cache.summary().startswith(f"decoded pictures: 20 of 20 in {folder}, ")
+    assert cache.summary().startswith(f"decoded images: 20 of 20 in {folder}, ")
     assert [path.name for path in sorted(folder.iterdir())] == ["00000.slab", "index"]
 
 
@@ -207,8 +207,8 @@ SLOWLY = """
 import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache
-from tests.tasks.vision.pictures.test_cache import get
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache
+from tests.tasks.vision.images.test_cache import get
 cache = DecodedCache(Path(sys.argv[1]), 5000)
 for index in range(5000):
     get(cache, index)
@@ -290,7 +290,7 @@ def test_the_limit_of_bytes_is_kept(folder, limit, monkeypatch):
     assert held * 250 > limit // 2
     assert told_before == 1
     assert "is full" in str(told[0].message)
-    assert "training goes on" in str(told[0].message)
+    assert "training continues" in str(told[0].message)
     assert "is full" in again.summary()
 
 
@@ -321,7 +321,7 @@ def test_the_shorter_side_is_limited_with_and_without_space(folder):
         for _ in range(2):
             np.testing.assert_array_equal(cache.pixels(0, lambda: large), expected)
     assert (0 in cache) is False
-    np.testing.assert_array_equal(get(cache, 1), picture(1))  # small pictures stay
+    np.testing.assert_array_equal(get(cache, 1), picture(1))  # small images stay
     assert reduced(large.transpose(1, 0, 2), 20).shape == (31, 20, 3)
     assert reduced(large[:, :, :1], 20).shape == (20, 31, 1)
 
@@ -331,7 +331,7 @@ def test_the_shorter_side_is_limited_with_and_without_space(folder):
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match="cannot be written .*training goes on") as told:
+    with pytest.warns(RuntimeWarning, match="cannot be written .*training continues") as told:
         cache = DecodedCache(tmp_path / "file" / "cache", 10)
     assert len(told) == 1
     fill(cache, range(10))
@@ -371,7 +371,7 @@ def test_a_part_of_the_disk_stays_free(folder, monkeypatch):
     monkeypatch.setattr(cache_slabs, "_KEPT_FREE", (free.f_bavail + 1) * free.f_frsize)
     monkeypatch.setattr(os, "fstatvfs", lambda handle: os.statvfs_result((1, 1, *[1 << 40] * 2, 0, *[0] * 5)))
     cache = DecodedCache(folder, 3)
-    with pytest.warns(RuntimeWarning, match="of the disk stay free"):
+    with pytest.warns(RuntimeWarning, match="of the disk free"):
         fill(cache, range(3))
     assert 0 not in cache
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from lockstep_recipes.tasks.vision.pictures import color
-from tests.tasks.vision.pictures.pictures import colours
+from lockstep_recipes.tasks.vision.images import color
+from tests.tasks.vision.images.images import colours
 
 FACTORS = [0.0, 0.1, 0.7, 1.0, 1.3, 1.9]
 

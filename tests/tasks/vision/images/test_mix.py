@@ -1,10 +1,10 @@
-"""Mixup and cutmix of a pair of pictures: pixels and shares against NumPy, and the distribution of what is drawn."""
+"""Mixup and cutmix of a pair of images: pixels and shares against NumPy, and the distribution of what is drawn."""
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep_recipes.tasks.vision.pictures.mix import cutmix, draw_partner, mix, mixup
+from lockstep_recipes.tasks.vision.images.mix import cutmix, draw_partner, mix, mixup
 
 
 def pair(height=20, width=30, channels=3):
@@ -32,7 +32,7 @@ def test_cutmix_takes_a_box_of_the_partner_and_tells_the_true_share_of_pixels():
         if len(rows):
             box = mixed[0, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
             assert box.all()  # the partner's pixels form a box
-    assert not image.any()  # the picture itself is not changed
+    assert not image.any()  # the image itself is not changed
 
 
 def test_cutmix_covers_the_drawn_share_where_no_border_cuts_the_box():

@@ -1,4 +1,4 @@
-"""A picture with its targets, and batches of pictures."""
+"""An image with its targets, and batches of images."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lockstep.core.errors import DataError
 
 
 @dataclass(slots=True)
-class Picture:
-    """A picture, and what is known about places in it. Geometry changes all of it alike; colour changes `image` only.
+class AnnotatedImage:
+    """An image with its mask and boxes. Geometry changes all of them; colour changes only `image`.
 
-    Coordinates count pixels from the upper left corner of the picture: the pixel in row r and column c covers the
+    Coordinates count pixels from the upper left corner of the image: the pixel in row r and column c covers the
     square from (c, r) to (c + 1, r + 1).
     """
 
     image: Tensor
-    """uint8 (channels, height, width). In memory, the channels of a pixel are neighbours (channels_last). May be a part
-    of a larger image in memory."""
+    """uint8 (channels, height, width). In memory, the channels of a pixel are adjacent (channels_last). May be a view
+    of a larger image."""
     mask: Tensor | None = None
     """Integers (height, width): the class of each pixel."""
     boxes: Tensor | None = None
     """float32 (n, 4): left, top, right and bottom edge of each box, in pixels."""
     box_indices: Tensor | None = None
-    """int64 (n): the places of these boxes among the boxes that the picture had at first. Boxes that lie outside after
-    a crop are left out."""
+    """int64 (n): the indices of these boxes among the original boxes of the image. Boxes that are outside after a crop
+    are removed."""
 
     @classmethod
     def from_pixels(
         cls, pixels: npt.NDArray[np.uint8], mask: Tensor | None = None, boxes: Tensor | None = None
-    ) -> Picture:
-        """A picture that shares the memory of decoded pixels.
+    ) -> AnnotatedImage:
+        """An image that shares the memory of decoded pixels.
 
         Args:
             pixels: uint8 (height, width, channels), writable.
@@ -45,12 +45,12 @@ class Picture:
             boxes: (n, 4) left, top, right, bottom, in pixels.
 
         Raises:
-            DataError: the mask has another size than the picture, or boxes have another shape or are not finite.
+            DataError: the mask and the image differ in size, or boxes have a wrong shape or are not finite.
         """
         size = pixels.shape[:2]
         if mask is not None and tuple(mask.shape) != size:
-            remedy = "give each picture a mask of its height and width"
-            raise DataError(f"the mask has {tuple(mask.shape)} pixels, the picture {size}", remedy=remedy)
+            remedy = "give each image a mask of its height and width"
+            raise DataError(f"the mask has {tuple(mask.shape)} pixels, but the image has {size}", remedy=remedy)
         if boxes is not None:
             boxes = boxes.to(torch.float32).reshape(-1, 4) if boxes.numel() == 0 else boxes.to(torch.float32)
             if boxes.ndim != 2 or boxes.shape[1] != 4 or not bool(boxes.isfinite().all()):
@@ -65,9 +65,9 @@ class Picture:
         return self.image.shape[1], self.image.shape[2]
 
 
-def contiguous(picture: Picture) -> Picture:
-    """The same picture, without gaps in memory: channels_last for the image."""
-    return Picture(
+def contiguous(picture: AnnotatedImage) -> AnnotatedImage:
+    """The same image, contiguous in memory: channels_last for the image."""
+    return AnnotatedImage(
         image=picture.image.permute(1, 2, 0).contiguous().permute(2, 0, 1),
         mask=None if picture.mask is None else picture.mask.contiguous(),
         boxes=picture.boxes,
@@ -76,20 +76,20 @@ def contiguous(picture: Picture) -> Picture:
 
 
 def rows(image: Tensor) -> Tensor:
-    """An image (channels, height, width) as (height, width, channels), as it lies in memory."""
+    """An image (channels, height, width) as (height, width, channels), which is its memory layout."""
     return image.permute(1, 2, 0)
 
 
 def stack_images(images: Sequence[Tensor]) -> Tensor:
-    """A batch of images of the same size. In a loader worker it lies in shared memory, and is not copied again.
+    """A batch of images of the same size. In a loader worker it is in shared memory, and is not copied again.
 
     Args:
         images: (channels, height, width) each.
 
     Returns:
-        (batch, channels, height, width), channels_last in memory. With one channel, this is the ordinary order too.
+        (batch, channels, height, width), channels_last in memory. With one channel, this is also the ordinary order.
     """
     batch: Tensor = default_collate([image.permute(1, 2, 0) for image in images])
-    if batch.shape[3] == 1:  # the same memory; convolutions take these strides for those of an ordinary tensor
+    if batch.shape[3] == 1:  # the same memory; convolutions treat these strides like those of an ordinary tensor
         return batch.squeeze(3).unsqueeze(1)
     return batch.permute(0, 3, 1, 2)

@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.vision.pictures import geometry
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, contiguous, rows, stack_images
-from tests.tasks.vision.pictures.pictures import colours, extent, rectangle
+from lockstep_recipes.tasks.vision.images import geometry
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, rows, stack_images
+from tests.tasks.vision.images.images import colours, extent, rectangle
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
@@ -32,7 +32,7 @@ def assert_alike(picture, tolerance=1):
 @pytest.mark.parametrize("size", [(24, 32), (48, 64), (31, 17), (100, 150), (7, 200), (1, 1)])
 def test_resize_is_pils(size, interpolation):
     pixels = colours()
-    picture = geometry.resize(Picture.from_pixels(pixels), size, interpolation=interpolation)
+    picture = geometry.resize(AnnotatedImage.from_pixels(pixels), size, interpolation=interpolation)
     assert picture.size == size
     assert picture.image.dtype == torch.uint8
     mixed = interpolation == "bicubic" and (size[0] < 48) != (size[1] < 64)  # PIL begins with the other side
@@ -42,7 +42,7 @@ def test_resize_is_pils(size, interpolation):
 @pytest.mark.parametrize("interpolation", FILTERS)
 def test_a_crop_that_is_resized_is_pils(interpolation):
     pixels = colours(375, 500)
-    cut = geometry.crop(Picture.from_pixels(pixels), (50, 60, 260, 300))
+    cut = geometry.crop(AnnotatedImage.from_pixels(pixels), (50, 60, 260, 300))
     picture = geometry.resize(cut, (224, 224), interpolation=interpolation)
     pil = Image.fromarray(pixels).crop((60, 50, 360, 310)).resize((224, 224), FILTERS[interpolation])
     assert levels_apart(picture, pil) <= 1
@@ -50,7 +50,7 @@ def test_a_crop_that_is_resized_is_pils(interpolation):
 
 def test_grey_pictures_are_resized_as_pil_does():
     pixels = colours()[..., 2:]
-    cut = geometry.crop(Picture.from_pixels(np.ascontiguousarray(pixels)), (3, 5, 40, 50))
+    cut = geometry.crop(AnnotatedImage.from_pixels(np.ascontiguousarray(pixels)), (3, 5, 40, 50))
     picture = geometry.resize(cut, (20, 30))
     assert picture.image.shape == (1, 20, 30)
     pil = Image.fromarray(pixels[..., 0]).crop((5, 3, 55, 43)).resize((30, 20), Image.Resampling.BILINEAR)
@@ -60,7 +60,7 @@ def test_grey_pictures_are_resized_as_pil_does():
 def test_masks_are_resized_as_pil_does():
     mask = torch.from_numpy(colours()[..., 2].astype(np.int64))
     for size in [(24, 32), (31, 17), (100, 150), (48, 64), (1, 1)]:
-        moved = geometry.resize(Picture.from_pixels(colours(), mask), size).mask
+        moved = geometry.resize(AnnotatedImage.from_pixels(colours(), mask), size).mask
         lines, columns = ((np.arange(side) + 0.5) / side for side in size)
         expected = mask.numpy()[(lines * 48 + 1e-9).astype(int)][:, (columns * 64 + 1e-9).astype(int)]
         np.testing.assert_array_equal(moved.numpy(), expected)
@@ -76,7 +76,7 @@ def test_resize_crop_is_resize_and_crop(interpolation):
         height, width, tall, wide = (int(side) for side in draw.integers(1, 90, 4))
         top, left = int(draw.integers(0, tall)), int(draw.integers(0, wide))
         region = (top, left, int(draw.integers(1, tall - top + 1)), int(draw.integers(1, wide - left + 1)))
-        picture = Picture.from_pixels(
+        picture = AnnotatedImage.from_pixels(
             draw.integers(0, 256, (height, width, 3), np.uint8),
             torch.from_numpy(draw.integers(0, 9, (height, width))),
             torch.tensor([[0.0, 0.0, width / 2, height], [width / 3, height / 4, width, height]]),
@@ -142,7 +142,7 @@ def test_image_mask_and_boxes_move_alike(move):
 
 def test_rotation_and_shear_are_pils():
     pixels = colours()
-    picture = Picture.from_pixels(pixels, torch.from_numpy(pixels[..., 2].astype(np.int64)))
+    picture = AnnotatedImage.from_pixels(pixels, torch.from_numpy(pixels[..., 2].astype(np.int64)))
     turn = geometry.about((32, 24), geometry.rotation(25))
     for matrix in (turn, ((1, 0.3, 0), (0, 1, 0)), ((1, 0, 0), (-0.25, 1, 0)), ((0.8, 0.1, 3.3), (0, 1.4, -2.2))):
         moved = geometry.affine(picture, matrix, fill=50, mask_fill=255)
@@ -185,7 +185,7 @@ def test_a_map_that_loses_the_plane_is_an_error():
 
 def test_boxes_that_lose_too_much_are_left_out():
     boxes = torch.tensor([[0.0, 0, 10, 10], [15, 0, 25, 10], [19.5, 0, 29.5, 10], [40, 0, 50, 10], [5, 5, 5, 9]])
-    picture = Picture.from_pixels(colours(), boxes=boxes)
+    picture = AnnotatedImage.from_pixels(colours(), boxes=boxes)
     cut = geometry.crop(picture, (0, 0, 48, 20), min_visible=0.1)
     assert cut.box_indices.tolist() == [0, 1]
     assert cut.boxes.tolist() == [[0, 0, 10, 10], [15, 0, 20, 10]]
@@ -196,7 +196,7 @@ def test_boxes_that_lose_too_much_are_left_out():
 
 
 def test_a_picture_without_boxes_in_it_stays_without():
-    empty = Picture.from_pixels(colours(), boxes=torch.zeros(0))
+    empty = AnnotatedImage.from_pixels(colours(), boxes=torch.zeros(0))
     for moved in (geometry.flip(empty), geometry.resize(empty, (9, 9)), geometry.affine(empty, ((1, 0, 1), (0, 1, 0)))):
         assert moved.boxes.shape == (0, 4)
         assert moved.box_indices.shape == (0,)
@@ -204,10 +204,10 @@ def test_a_picture_without_boxes_in_it_stays_without():
 
 def test_targets_of_another_shape_are_errors():
     with pytest.raises(DataError, match="mask"):
-        Picture.from_pixels(colours(), torch.zeros(64, 48))
+        AnnotatedImage.from_pixels(colours(), torch.zeros(64, 48))
     for boxes in (torch.ones(2, 5), torch.tensor([[0, 0, float("nan"), 1]])):
         with pytest.raises(DataError, match="four finite numbers"):
-            Picture.from_pixels(colours(), boxes=boxes)
+            AnnotatedImage.from_pixels(colours(), boxes=boxes)
 
 
 def test_the_originals_stay_as_they_were():

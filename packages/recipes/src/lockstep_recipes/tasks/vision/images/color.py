@@ -1,9 +1,9 @@
 """Colour operations on an image: uint8 (channels, height, width), 1 or 3 channels, channels_last in memory.
 
-They compute what PIL's ImageEnhance and ImageOps compute, within 1 level: those truncate, these round. For a picture of
-224x224 pixels, PIL needs 0.2 ms to take a tensor and give a tensor back. Torch does most of the operations in about
-that time. `equalize` and `hue` take longer in torch, so they call PIL. For figures, run
-`python benchmarks/image_pipeline.py --operations`.
+The results are those of PIL's ImageEnhance and ImageOps, within 1 level: PIL truncates, these functions round. For an
+image of 224x224 pixels, PIL needs 0.2 ms to convert a tensor and back. Torch does most of the operations in about that
+time. `equalize` and `hue` take longer in torch, so they call PIL. To measure this, run `python
+benchmarks/image_pipeline.py --operations`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep_recipes.tasks.vision.pictures.picture import rows
+from lockstep_recipes.tasks.vision.images.annotated import rows
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage
@@ -74,7 +74,7 @@ def solarize(image: Tensor, threshold: float) -> Tensor:
 
 
 def auto_contrast(image: Tensor) -> Tensor:
-    """Each channel is stretched so that its least value is 0 and its greatest 255. Channels of one value stay."""
+    """Each channel is stretched so that its minimum is 0 and its maximum 255. Constant channels do not change."""
     values = rows(image)
     least = values.amin(0).amin(0).to(torch.float32)
     greatest = values.amax(0).amax(0).to(torch.float32)
@@ -85,7 +85,7 @@ def auto_contrast(image: Tensor) -> Tensor:
 
 
 def equalize(image: Tensor) -> Tensor:
-    """Each channel's values are spread so that they become about equally frequent."""
+    """The values of each channel are spread so that they become about equally frequent."""
     from PIL import ImageOps
 
     return _by_pil(image, ImageOps.equalize)
@@ -94,7 +94,7 @@ def equalize(image: Tensor) -> Tensor:
 def hue(image: Tensor, turn: float) -> Tensor:
     """Hues moved by `turn` of the colour circle, -0.5 to 0.5. Grey images stay.
 
-    PIL's hues and saturations have 8 bits, so that colours are off by up to about 6 levels, even at `turn` 0.
+    PIL's hues and saturations have 8 bits, so colours may be off by about 6 levels, even at `turn` 0.
     """
     if len(image) == 1:
         return image
@@ -117,7 +117,7 @@ def _by_pil(image: Tensor, change: Callable[[PILImage.Image], PILImage.Image]) -
 
 
 def _grey(values: Tensor) -> Tensor:
-    """(height, width) grey levels of (height, width, channels), in memory of their own."""
+    """(height, width) grey levels of (height, width, channels), in new memory."""
     return values[..., 0].clone() if values.shape[2] == 1 else values @ _LUMA
 
 

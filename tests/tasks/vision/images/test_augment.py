@@ -1,4 +1,4 @@
-"""Training and evaluation pictures: what is random, what stays, and that targets move with the image."""
+"""Training and evaluation images: what is random, what stays, and that targets move with the image."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from PIL import Image
 from pydantic import ValidationError
 
 from lockstep.core.errors import UsageError
-from lockstep_recipes.tasks.vision.pictures import policies
-from lockstep_recipes.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
-from lockstep_recipes.tasks.vision.pictures.options import ColorJitterOptions, RandAugmentOptions, RandomErasingOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.images import policies
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, rows
+from lockstep_recipes.tasks.vision.images.augment import AugmentOptions, eval_image, train_image
+from lockstep_recipes.tasks.vision.images.options import ColorJitterOptions, RandAugmentOptions, RandomErasingOptions
 from tests.selection import mainly
-from tests.tasks.vision.pictures.pictures import colours, extent, rectangle
+from tests.tasks.vision.images.images import colours, extent, rectangle
 
 PLAIN = {"crop": "resize", "flip": 0.0}
 EVERYTHING = {
@@ -31,7 +31,7 @@ def options(**keys):
 
 def trained(seed, picture, size=40, **keys):
     torch.manual_seed(seed)
-    return train_picture(picture, size, options(**keys))
+    return train_image(picture, size, options(**keys))
 
 
 def same(one, other):
@@ -82,7 +82,7 @@ def test_options_that_cannot_be_meant_are_errors(keys, message):
 def test_results_have_the_size_and_the_memory_of_a_batch(keys, size, channels):
     pixels = np.ascontiguousarray(colours(50, 70)[..., :channels])
     for seed in range(20):
-        picture = Picture.from_pixels(pixels, torch.ones(50, 70, dtype=torch.uint8))
+        picture = AnnotatedImage.from_pixels(pixels, torch.ones(50, 70, dtype=torch.uint8))
         result = trained(seed, picture, size, **keys)
         assert result.size == ((size, size) if isinstance(size, int) else size)
         assert tuple(result.mask.shape) == result.size
@@ -125,7 +125,7 @@ def test_mask_and_image_move_alike(keys):
         pixels = np.zeros((60, 80, 3), np.uint8)
         pixels[15:40, 20:50] = 200
         mask = torch.from_numpy((pixels[..., 0] > 0).astype(np.int64))
-        result = trained(seed, Picture.from_pixels(pixels, mask), (60, 80), **{"fill": 0, **keys})
+        result = trained(seed, AnnotatedImage.from_pixels(pixels, mask), (60, 80), **{"fill": 0, **keys})
         grey = result.image.float().mean(0)
         inside, outside = grey[result.mask == 1], grey[result.mask == 0]
         if len(inside) > 50 and len(outside) > 50:
@@ -167,7 +167,7 @@ def test_places_that_no_pixel_reaches_are_ignored_in_the_mask():
 
 @pytest.mark.exhaustive
 def test_crops_have_the_area_and_the_shape_that_were_asked_for(monkeypatch):
-    from lockstep_recipes.tasks.vision.pictures import geometry
+    from lockstep_recipes.tasks.vision.images import geometry
 
     seen, original = [], geometry.crop
     monkeypatch.setattr(
@@ -176,7 +176,7 @@ def test_crops_have_the_area_and_the_shape_that_were_asked_for(monkeypatch):
         lambda picture, region, *more, **keys: seen.append(region) or original(picture, region, *more, **keys),
     )
     for seed in range(400):
-        trained(seed, Picture.from_pixels(colours(375, 500)), 8)
+        trained(seed, AnnotatedImage.from_pixels(colours(375, 500)), 8)
     areas = np.array([height * width for _, _, height, width in seen]) / (375 * 500)
     shapes = np.array([width / height for _, _, height, width in seen])
     assert 0.075 <= areas.min() < 0.12
@@ -188,7 +188,7 @@ def test_crops_have_the_area_and_the_shape_that_were_asked_for(monkeypatch):
 
 
 def test_long_pictures_give_their_middle():
-    picture = Picture.from_pixels(colours(4, 400))
+    picture = AnnotatedImage.from_pixels(colours(4, 400))
     result = trained(0, picture, (8, 8), scale=[0.9, 1], flip=0.0)
     assert result.image[0].float().mean() == pytest.approx(127, abs=3)
 
@@ -196,7 +196,7 @@ def test_long_pictures_give_their_middle():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 33), st.integers(0, 10**6))
 def test_pictures_of_any_size_can_be_augmented(height, width, size, seed):
-    picture = Picture.from_pixels(colours(height, width), boxes=torch.tensor([[0.0, 0, width, height]]))
+    picture = AnnotatedImage.from_pixels(colours(height, width), boxes=torch.tensor([[0.0, 0, width, height]]))
     for keys in (EVERYTHING, {"crop": "shift", "trivialaugment": True}):
         assert trained(seed, picture, size, **keys).size == (size, size)
 
@@ -247,7 +247,7 @@ def test_the_operations_are_those_of_the_paper():
 
 @pytest.mark.parametrize("operations", [policies.RANDAUGMENT, policies.TRIVIALAUGMENT])
 def test_magnitude_0_changes_nothing_and_30_something(operations):
-    picture = Picture.from_pixels(colours() // 2 + 20)
+    picture = AnnotatedImage.from_pixels(colours() // 2 + 20)
     for name, operation in operations.items():
         for negative in (True, False):
             weak, strong = (
@@ -285,7 +285,7 @@ def test_all_operations_are_drawn_equally_often(monkeypatch):
 )
 def test_the_centre_is_cut_out_as_pil_does_it(height, width, whole):
     pixels = colours(height, width)
-    result = eval_picture(Picture.from_pixels(pixels), 224, resize=256)
+    result = eval_image(AnnotatedImage.from_pixels(pixels), 224, resize=256)
     top, left = (whole[0] - 224) // 2, (whole[1] - 224) // 2
     pil = Image.fromarray(pixels).resize(whole[::-1], Image.Resampling.BILINEAR)
     pil = pil.crop((left, top, left + 224, top + 224))
@@ -300,30 +300,30 @@ def test_the_centre_is_that_of_the_image_processor_of_exported_models(height, wi
     cut = transformers.BitImageProcessorPil(**sizes, resample=2, do_rescale=False, do_normalize=False)
     pixels = colours(height, width)
     theirs = np.asarray(cut(Image.fromarray(pixels))["pixel_values"][0]).astype(int)
-    ours = eval_picture(Picture.from_pixels(pixels), 32, resize=40).image.numpy().astype(int)
+    ours = eval_image(AnnotatedImage.from_pixels(pixels), 32, resize=40).image.numpy().astype(int)
     assert np.abs(ours - theirs).max() <= 2
 
 
 def test_targets_follow_in_evaluation():
-    result = eval_picture(rectangle(), 40, resize=50)
+    result = eval_image(rectangle(), 40, resize=50)
     assert result.boxes[0].tolist() == pytest.approx(extent(result.mask == 3), abs=1)
     assert result.boxes[0].tolist() == pytest.approx(extent(result.image[0] >= 100), abs=1)
 
 
 def test_without_a_shorter_side_the_whole_picture_is_resized():
-    result = eval_picture(Picture.from_pixels(colours()), 20, resize=None)
+    result = eval_image(AnnotatedImage.from_pixels(colours()), 20, resize=None)
     pil = Image.fromarray(colours()).resize((20, 20), Image.Resampling.BILINEAR)
     assert np.abs(rows(result.image).numpy().astype(int) - np.asarray(pil).astype(int)).max() <= 1
-    untouched = Picture.from_pixels(colours(48, 48))
-    assert torch.equal(eval_picture(untouched, 48, resize=None).image, untouched.image)
+    untouched = AnnotatedImage.from_pixels(colours(48, 48))
+    assert torch.equal(eval_image(untouched, 48, resize=None).image, untouched.image)
 
 
 def test_a_cut_larger_than_the_picture_is_an_error():
-    with pytest.raises(UsageError, match="resized to 200 pixels, but 224"):
-        eval_picture(rectangle(), 224, resize=200)
+    with pytest.raises(UsageError, match="resized to 200 pixels, but the crop needs 224"):
+        eval_image(rectangle(), 224, resize=200)
 
 
 def test_evaluation_draws_no_random_numbers():
     state = torch.get_rng_state()
-    eval_picture(rectangle(), 40, resize=50)
+    eval_image(rectangle(), 40, resize=50)
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""From pixels to the numbers that a model reads."""
+"""Convert pixels to the numbers that a model takes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
-"""Means of red, green and blue over ImageNet's training images, as shares of 255. They are the field's usual values."""
+"""Means of red, green and blue over ImageNet's training images, as fractions of 255. These are the usual values."""
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Standard deviations of red, green and blue, as shares of 255."""
+"""Standard deviations of red, green and blue, as fractions of 255."""
 
 _GREY = 0.5
 _Key = tuple[tuple[float, ...], tuple[float, ...], torch.device, torch.dtype]
@@ -18,7 +18,7 @@ _CONSTANTS: dict[_Key, tuple[Tensor, Tensor]] = {}
 
 
 def usual_mean_and_std(channels: int) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel where no model says them: ImageNet's for three channels, else 0.5."""
+    """Default mean and standard deviation of each channel: ImageNet's for three channels, otherwise 0.5."""
     if channels == 3:
         return list(IMAGENET_MEAN), list(IMAGENET_STD)
     return [_GREY] * channels, [_GREY] * channels
@@ -29,12 +29,12 @@ def normalise(
 ) -> Tensor:
     """(images / 255 - mean) / std for each channel.
 
-    Call it where the batch is: a batch of uint8 is a quarter as large on its way from the loader to the device.
+    Call it on the device: a uint8 batch needs a quarter of the transfer from the loader to the device.
 
     Args:
         images: (batch, channels, height, width), values from 0 to 255: uint8, or floating-point after mixing.
-        mean, std: a number for each channel, as shares of 255.
-        dtype: of the result.
+        mean, std: a number for each channel, as fractions of 255.
+        dtype: the number format of the result.
 
     Returns:
         (batch, channels, height, width) on the device of `images`, in their memory format.
@@ -54,10 +54,11 @@ def _constants(
 ) -> tuple[Tensor, Tensor]:
     """255 std and -mean / std, each (channels, 1, 1).
 
-    They are kept, because the host waits for a copy to a GPU.
+    They are cached, because copying to a GPU makes the host wait.
     """
     key = (mean, std, images.device, dtype)
-    # Tensors of another class, such as those that only have a shape, must not be kept for ordinary tensors.
+    # Tensors of a different class, such as fake tensors that only have a shape, must not be cached for ordinary
+    # tensors.
     kept = _CONSTANTS.get(key) if type(images) is Tensor else None
     if kept is None:
         with torch.inference_mode(False):

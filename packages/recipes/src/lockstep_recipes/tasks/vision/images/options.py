@@ -1,4 +1,4 @@
-"""The options of augmentation: keys of the config. Importing them loads no torch."""
+"""Options for augmentation: config keys. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
 
 def _share(pair: tuple[float, float]) -> tuple[float, float]:
     if pair[1] > 1:
-        raise ValueError("give shares of the area, at most 1")
+        raise ValueError("give fractions of the area, at most 1")
     return pair
 
 
@@ -42,11 +42,11 @@ class ColorJitterOptions(Section):
     saturation: Annotated[float, Field(ge=0)] = 0.0
     """As for brightness."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """At 0.1, the hue moves by -0.1 to 0.1 of the colour circle. Takes 1 ms for a picture of 224x224 pixels."""
+    """At 0.1, the hue moves by -0.1 to 0.1 of the colour circle. Takes 1 ms for an image of 224x224 pixels."""
 
 
 class RandAugmentOptions(Section):
-    """`operations` of 14 operations follow each other, at one strength.
+    """Apply `operations` of 14 operations one after another, at one strength.
 
     Source: Cubuk et al., RandAugment, arXiv:1909.13719.
     """
@@ -58,7 +58,7 @@ class RandAugmentOptions(Section):
 
 
 class RandomErasingOptions(Section):
-    """A rectangle of the image is overwritten. Mask and boxes stay: the object is there, but hidden.
+    """Overwrite a rectangle of the image. Mask and boxes stay: the object is there, but hidden.
 
     Source: Zhong et al., Random Erasing Data Augmentation, arXiv:1708.04896.
     """
@@ -66,7 +66,7 @@ class RandomErasingOptions(Section):
     probability: Probability = 0.25
     """Probability of this change."""
     area: Shares = (0.02, 1 / 3)
-    """Smallest and largest rectangle, as share of the picture's area."""
+    """Smallest and largest rectangle, as a fraction of the image's area."""
     ratio: Range = (0.3, 10 / 3)
     """Smallest and largest width, divided by height."""
     content: Literal["noise", "fill"] = "noise"
@@ -74,31 +74,31 @@ class RandomErasingOptions(Section):
 
 
 class AugmentOptions(Section):
-    """Changes of training pictures: crop, flips, one policy, colour, erasing, in this order."""
+    """Augmentation of training images: crop, flips, one policy, colour, erasing, in this order."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("randaugment", "trivialaugment"),)
 
     crop: Crop = "random_resized"
-    """`random_resized`: a part of random area and shape is resized (Szegedy et al., arXiv:1409.4842).
-    `scale_jitter`: the picture keeps its shape, is scaled at random, and cut or padded at a random place (large scale
-    jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole picture is resized and moved by up to `shift`
-    pixels. `resize`: the whole picture is resized. `fit`: the whole picture keeps its shape and is padded at the right
-    and at the bottom."""
+    """`random_resized`: a region of random area and aspect ratio is resized (Szegedy et al., arXiv:1409.4842).
+    `scale_jitter`: the image keeps its aspect ratio, is scaled at random, and cropped or padded at a random offset
+    (large scale jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole image is resized and moved by up to
+    `shift` pixels. `resize`: the whole image is resized. `fit`: the whole image keeps its aspect ratio and is padded at
+    the right and at the bottom."""
     jitter: Range = (0.5, 2.0)
-    """scale_jitter: smallest and largest factor, relative to the scale at which the picture just fits in."""
+    """scale_jitter: smallest and largest factor, relative to the scale at which the image just fits in."""
     keep_boxes: bool = True
-    """random_resized, scale_jitter: a part without any box of a picture that has boxes is drawn anew, up to 10 times.
-    Then the whole picture is taken. No effect on pictures without boxes."""
+    """random_resized, scale_jitter: if an image has boxes, draw the crop again until it contains a box, up to 10 times,
+    then use the whole image. No effect on images without boxes."""
     scale: Shares = (0.08, 1.0)
-    """random_resized: smallest and largest area, as share of the picture's area."""
+    """random_resized: smallest and largest area, as a fraction of the image's area."""
     ratio: Range = (3 / 4, 4 / 3)
-    """random_resized: smallest and largest width divided by height, relative to the shape of the result."""
+    """random_resized: smallest and largest width divided by height, relative to the aspect ratio of the result."""
     shift: Annotated[int, Field(ge=0)] = 4
     """shift: the largest distance in pixels, in each direction."""
     flip: Probability = 0.5
-    """Probability that left and right are exchanged."""
+    """Probability of a horizontal flip."""
     vertical_flip: Probability = 0.0
-    """Probability that top and bottom are exchanged."""
+    """Probability of a vertical flip."""
     randaugment: RandAugmentOptions | None = None
     """Several random operations."""
     trivialaugment: bool = False
@@ -106,10 +106,10 @@ class AugmentOptions(Section):
     color_jitter: ColorJitterOptions | None = None
     """Random brightness, contrast, saturation, hue."""
     random_erasing: RandomErasingOptions | None = None
-    """A random rectangle is overwritten."""
+    """Overwrite a random rectangle."""
     interpolation: Interpolation = "bilinear"
-    """The filter that resizes pictures. Both are antialiased."""
+    """The filter for resizing images. Both are antialiased."""
     fill: Annotated[int, Field(ge=0, le=255)] = 128
-    """Grey level of places that geometry leaves empty."""
+    """Grey level of areas that geometry leaves empty."""
     min_visible: Probability = 0.1
-    """A box is left out if a smaller share of its area is still visible."""
+    """A box is removed if the visible fraction of its area is smaller."""

@@ -1,8 +1,8 @@
-"""Mixup and cutmix of a picture with its partner.
+"""Mixup and cutmix of an image with its partner.
 
-Usual implementations mix the samples of a batch with each other, so the result depends on how the batch was cut into
-ranks and micro-batches. Here each sample is mixed by itself, with a partner that is drawn from the whole data set under
-the sample's own random numbers.
+Common implementations mix the samples of a batch with each other, so the result depends on how the batch is split into
+ranks and micro-batches. Here each sample is mixed individually, with a partner that is drawn from the whole data set
+with the sample's own random numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def draw_partner(samples: int, probability: float) -> int | None:
-    """The index of the sample to mix with, uniform over `samples` samples. None: the sample stays as it is.
+    """The index of the sample to mix with, uniform over `samples` samples. None: the sample is not mixed.
 
     Draws from torch's global generator: whether to mix, and the partner.
     """
@@ -24,16 +24,16 @@ def draw_partner(samples: int, probability: float) -> int | None:
 
 
 def mix(image: Tensor, partner: Tensor, *, mixup_alpha: float, cutmix_alpha: float) -> tuple[Tensor, float]:
-    """`image` mixed with `partner` by mixup or by cutmix. Where both have an alpha above 0, each has the chance 1/2.
+    """`image` mixed with `partner` by mixup or cutmix. If both have an alpha above 0, each has probability 1/2.
 
-    Draws from torch's global generator: the kind, a share from Beta(alpha, alpha), and the place of a box.
+    Draws from torch's global generator: the kind, a share from Beta(alpha, alpha), and the position of a box.
 
     Args:
         image, partner: uint8 (channels, height, width), of equal shapes.
         mixup_alpha, cutmix_alpha: 0 or more, not both 0.
 
     Returns:
-        the mixed image, and the share of it that is `image`, from 0 to 1.
+        the mixed image, and the share of `image` in it, from 0 to 1.
     """
     cuts = float(torch.rand(())) < 0.5 if mixup_alpha and cutmix_alpha else cutmix_alpha > 0
     alpha = cutmix_alpha if cuts else mixup_alpha
@@ -63,8 +63,8 @@ def cutmix(image: Tensor, partner: Tensor, share: float) -> tuple[Tensor, float]
         share: from 0 to 1.
 
     Returns:
-        the mixed image, and the share of its pixels that are those of `image`. It is not `share`, because the box is
-        cut off at the borders, and has whole pixels.
+        the mixed image, and the actual share of pixels of `image`. It differs from `share`, because the box is clipped
+        at the borders and has whole pixels.
     """
     height, width = image.shape[-2:]
     side = math.sqrt(1 - share)
@@ -76,7 +76,7 @@ def cutmix(image: Tensor, partner: Tensor, share: float) -> tuple[Tensor, float]
 
 
 def _interval(length: int, share: float) -> tuple[int, int]:
-    """The first and the last place, excluded, of `share` of `length` places around a place that is drawn."""
+    """The start and the end (exclusive) of `share` of `length` positions around a random position."""
     size = round(length * share)
     first = int(torch.randint(length, ())) - size // 2
     return max(0, first), min(length, first + size)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from lockstep_recipes.tasks.vision.pictures import geometry
-from lockstep_recipes.tasks.vision.pictures.augment import train_picture
-from lockstep_recipes.tasks.vision.pictures.mosaic import draw_others, mosaic
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.images import geometry
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, rows
+from lockstep_recipes.tasks.vision.images.augment import train_image
+from lockstep_recipes.tasks.vision.images.mosaic import draw_others, mosaic
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 from tests.selection import mainly
-from tests.tasks.vision.pictures.pictures import colours, extent, rectangle
+from tests.tasks.vision.images.images import colours, extent, rectangle
 
 BOX = (20, 15, 50, 40)  # of `rectangle`
 
@@ -25,7 +25,7 @@ def options(**keys):
 
 def jittered(seed, picture, size, fit=None, **keys):
     torch.manual_seed(seed)
-    return train_picture(picture, size, options(**keys), mask_fill=-1, fit=fit)
+    return train_image(picture, size, options(**keys), mask_fill=-1, fit=fit)
 
 
 def same(one, other):
@@ -35,12 +35,12 @@ def same(one, other):
 
 
 def marked(boxes, height=60, width=80):
-    """A picture in which box i has the grey level and the mask i + 1, and there is 0 elsewhere."""
+    """An image in which box i has the grey level and the mask i + 1, and there is 0 elsewhere."""
     pixels = np.zeros((height, width, 3), np.uint8)
     for number, (left, top, right, bottom) in enumerate(boxes, 1):
         pixels[top:bottom, left:right] = 50 * number
     mask = torch.from_numpy((pixels[..., 0] // 50).astype(np.int64))
-    return Picture.from_pixels(pixels, mask, torch.tensor(boxes, dtype=torch.float32))
+    return AnnotatedImage.from_pixels(pixels, mask, torch.tensor(boxes, dtype=torch.float32))
 
 
 # ---- options
@@ -73,7 +73,7 @@ def test_the_whole_picture_lies_in_the_upper_left_corner(size, frame, inner):
     pixels = colours(*size)
     mask = torch.arange(size[0] * size[1], dtype=torch.int32).reshape(size)
     whole = torch.tensor([[0.0, 0, size[1], size[0]]])
-    result, found = geometry.letterbox(Picture.from_pixels(pixels, mask, whole), frame, fill=90, mask_fill=-1)
+    result, found = geometry.letterbox(AnnotatedImage.from_pixels(pixels, mask, whole), frame, fill=90, mask_fill=-1)
     assert found == inner == geometry.fitted_size(size, frame)
     assert result.size == tuple(result.mask.shape) == frame
     expected = np.full((*frame, 3), 90)
@@ -96,7 +96,7 @@ def test_fitted_sizes_fit_and_touch_the_frame(height, width, tall, wide):
 
 
 def test_fit_in_training_is_the_letterbox_of_evaluation():
-    result = train_picture(rectangle(), 32, options(crop="fit"), mask_fill=-1)
+    result = train_image(rectangle(), 32, options(crop="fit"), mask_fill=-1)
     expected, _ = geometry.letterbox(rectangle(), (32, 32), fill=90, mask_fill=-1)
     assert same(result, expected)
 
@@ -127,7 +127,7 @@ def test_pixels_are_those_of_pil_at_the_drawn_scale(factor, size):
     places = set()
     for seed in range(12):
         mask = torch.arange(48 * 64, dtype=torch.int64).reshape(48, 64)
-        result = jittered(seed, Picture.from_pixels(pixels, mask), size, jitter=[factor, factor])
+        result = jittered(seed, AnnotatedImage.from_pixels(pixels, mask), size, jitter=[factor, factor])
         image, known = rows(result.image).numpy().astype(int), result.mask >= 0
         left, top, right, bottom = extent(known)
         assert known[top:bottom, left:right].all()
@@ -147,7 +147,7 @@ def test_pixels_are_those_of_pil_at_the_drawn_scale(factor, size):
 def test_scales_and_places_are_uniform():
     sizes, shares = [], []
     for seed in range(600):
-        picture = Picture.from_pixels(np.zeros((50, 100, 3), np.uint8), torch.zeros(50, 100, dtype=torch.int8))
+        picture = AnnotatedImage.from_pixels(np.zeros((50, 100, 3), np.uint8), torch.zeros(50, 100, dtype=torch.int8))
         left, top, right, bottom = extent(jittered(seed, picture, 100, jitter=[0.2, 0.9]).mask == 0)
         sizes.append((right - left) / 100)
         assert bottom - top == pytest.approx((right - left) / 2, abs=1)
@@ -172,7 +172,7 @@ def test_pictures_depend_on_torchs_generator_alone():
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 33), st.integers(1, 33), st.integers(0, 10**6))
 def test_pictures_of_any_size_can_be_jittered(height, width, tall, wide, seed):
     mask = torch.zeros(height, width, dtype=torch.int8)
-    picture = Picture.from_pixels(colours(height, width), mask, torch.tensor([[0.0, 0, width, height]]))
+    picture = AnnotatedImage.from_pixels(colours(height, width), mask, torch.tensor([[0.0, 0, width, height]]))
     result = jittered(seed, picture, (tall, wide))
     assert result.size == tuple(result.mask.shape) == (tall, wide)
     assert len(result.boxes) == 1
@@ -180,9 +180,9 @@ def test_pictures_of_any_size_can_be_jittered(height, width, tall, wide, seed):
 
 
 def test_a_mask_that_cannot_hold_the_ignored_value_is_an_error():
-    picture = Picture.from_pixels(colours(), torch.zeros(48, 64, dtype=torch.uint8))
+    picture = AnnotatedImage.from_pixels(colours(), torch.zeros(48, 64, dtype=torch.uint8))
     with pytest.raises(ValueError, match="uint8 cannot hold mask_fill=-1"):
-        train_picture(picture, 8, options(), mask_fill=-1)
+        train_image(picture, 8, options(), mask_fill=-1)
 
 
 # ---- crops that keep boxes
@@ -254,7 +254,7 @@ def test_the_quarters_are_training_pictures_of_their_own():
     sizes = [(middle, centre), (middle, 48 - centre), (40 - middle, centre), (40 - middle, 48 - centre)]
     chosen = options(flip=0.5)
     parts = [
-        train_picture(picture, size, chosen, mask_fill=-1, fit=(40, 48))
+        train_image(picture, size, chosen, mask_fill=-1, fit=(40, 48))
         for picture, size in zip(four(), sizes, strict=True)
     ]
     torch.manual_seed(5)
@@ -274,13 +274,13 @@ def test_objects_keep_the_sizes_of_the_whole_frame():
 
 
 def test_pictures_without_boxes_or_masks():
-    plain = [Picture.from_pixels(colours()) for _ in range(4)]
+    plain = [AnnotatedImage.from_pixels(colours()) for _ in range(4)]
     result = mosaic(plain, 32, options())
     assert result.mask is None
     assert result.boxes is None
-    empty = [Picture.from_pixels(colours(), boxes=torch.zeros(0, 4)) for _ in range(4)]
+    empty = [AnnotatedImage.from_pixels(colours(), boxes=torch.zeros(0, 4)) for _ in range(4)]
     assert mosaic(empty, 4, options()).boxes.shape == (0, 4)
-    with pytest.raises(ValueError, match="4 pictures, not 3"):
+    with pytest.raises(ValueError, match="4 images, not 3"):
         mosaic(plain[:3], 32, options())
 
 

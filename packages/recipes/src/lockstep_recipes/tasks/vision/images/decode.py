@@ -1,7 +1,7 @@
-"""From the bytes of a picture file to pixels, upright, with one or three channels.
+"""Decode the bytes of an image file to upright pixels with one or three channels.
 
-simplejpeg decodes ordinary JPEG files. It uses libjpeg-turbo, as PIL does, with less work around it. PIL decodes
-everything else: other formats, CMYK, damaged files, and every file where simplejpeg is not installed.
+simplejpeg decodes ordinary JPEG files. It uses libjpeg-turbo, as PIL does, with less overhead. PIL decodes everything
+else: other formats, CMYK, damaged files, and all files if simplejpeg is not installed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _REPAIR = f"repair or remove the file, or {SKIP}"
 
 
 def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
-    """The pixels of a picture file.
+    """The pixels of an image file.
 
-    The result is upright: the orientation in the file's EXIF data is applied. Grey pictures, palettes, CMYK and bits
-    become RGB or grey. An alpha channel is dropped, and the colours below it stay as the file has them. Grey values of
-    16 bits are scaled to 8 bits and rounded. Of an animation, the first frame is read.
+    The result is upright: the orientation in the file's EXIF data is applied. Grey images, palettes, CMYK and bits
+    become RGB or grey. An alpha channel is dropped, and the colours stay as they are in the file. Grey values of 16
+    bits are scaled to 8 bits and rounded. The first frame of an animation is read.
 
     Args:
         data: the bytes of the file, in any format that PIL reads.
@@ -44,12 +44,12 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
         uint8 array (height, width, channels), contiguous and writable.
 
     Raises:
-        DataError: the data is empty, no picture, truncated or damaged; or the picture has more than
+        DataError: the data is empty, not an image, truncated or damaged; or the image has more than
             `PIL.Image.MAX_IMAGE_PIXELS` pixels.
         UsageError: `channels` is neither 1 nor 3.
     """
     if channels not in (1, 3):
-        raise UsageError(f"pictures cannot be read with {channels} channels", remedy="use 1 (grey) or 3 (RGB)")
+        raise UsageError(f"images cannot be read with {channels} channels", remedy="use 1 (grey) or 3 (RGB)")
     pixels = _decode_jpeg(data, channels)
     if pixels is not None:
         return turned(pixels, _jpeg_orientation(data))
@@ -59,14 +59,14 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
 
 
 def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
-    """(height, width) in pixels of the upright picture, read from the header of the file.
+    """(height, width) in pixels of the upright image, read from the header of the file.
 
     Args:
         data: the bytes of the file. The pixels may be missing.
         where: name of the file, for messages.
 
     Raises:
-        DataError: the data is empty or no picture, or the picture is too large.
+        DataError: the data is empty or not an image, or the image is too large.
     """
     header = _jpeg_header(data)
     if header is not None:
@@ -75,11 +75,11 @@ def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
     else:
         with opened(data, where) as image:
             width, height = image.size
-            sideways = orientation_of(image) >= 5 and image.format != "TIFF"  # PIL turns TIFF files by itself
+            sideways = orientation_of(image) >= 5 and image.format != "TIFF"  # PIL rotates TIFF files itself
     return (width, height) if sideways else (height, width)
 
 
-# ---- JPEG by simplejpeg
+# ---- JPEG with simplejpeg
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def _decode_jpeg(data: bytes, channels: int) -> Pixels | None:
     grey = channels == 1 and header[2] == "Gray"
     try:
         pixels: Pixels = _simplejpeg().decode_jpeg(data, "GRAY" if grey else "RGB")
-    except ValueError:  # also for damage that PIL's decoder repairs
+    except ValueError:  # includes damage that PIL's decoder repairs
         return None
     if channels == 1 and not grey:
         from PIL import Image
@@ -132,12 +132,12 @@ def _jpeg_orientation(data: bytes) -> int:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 return orientation_of(image)
-        except Exception:  # simplejpeg has read the picture, so only its description is broken
+        except Exception:  # simplejpeg has read the image, so only its metadata is broken
             return 1
 
 
 def _has_app1(data: bytes) -> bool:
-    """True if a JPEG file has a segment APP1, which holds EXIF and XMP data, before its pixels."""
+    """True if a JPEG file has a segment APP1, which contains EXIF and XMP data, before its pixels."""
     place = 2
     while place + 4 <= len(data) and data[place] == 0xFF:
         marker = data[place + 1]
@@ -145,10 +145,10 @@ def _has_app1(data: bytes) -> bool:
             return marker == 0xE1
         # A marker may be preceded by any number of bytes 0xFF.
         place += 1 if marker == 0xFF else 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    return True  # an unusual file; PIL will know
+    return True  # an unusual file; leave it to PIL
 
 
-# ---- HEIC by pillow-heif
+# ---- HEIC with pillow-heif
 
 
 @functools.cache
@@ -169,14 +169,14 @@ def _needs_heif(data: bytes) -> bool:
     return data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
 
 
-# ---- everything by PIL
+# ---- everything else with PIL
 
 
 @contextlib.contextmanager
 def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
-    """The picture as PIL's image. Errors in the block become DataErrors.
+    """The image as a PIL image. Errors in the block become DataErrors.
 
-    PIL warns about damaged descriptions of pictures that it can read. These warnings are not shown.
+    PIL warns about damaged metadata of images that it can read. These warnings are suppressed.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -184,7 +184,7 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
         raise DataError("the file is empty", where=where or None, remedy=_REPAIR)
     if _needs_heif(data):
         remedy = f"pip install 'torch-lockstep[heic]', or save it as JPEG, or {SKIP}"
-        raise DataError("this is a HEIC picture, which needs pillow-heif", where=where or None, remedy=remedy)
+        raise DataError("this is a HEIC image, which needs pillow-heif", where=where or None, remedy=remedy)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -194,44 +194,44 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        what = f"this is no picture that can be read: {len(data)} bytes that begin with {data[:16]!r}"
+        what = f"this is not an image that can be read: {len(data)} bytes that start with {data[:16]!r}"
         raise DataError(what, where=where or None, remedy=_REPAIR) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        remedy = "make the picture smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS"
-        raise DataError(f"the picture is too large: {error}", where=where or None, remedy=remedy) from error
-    except Exception as error:  # PIL's readers raise errors of many kinds
-        what = f"the picture is truncated or damaged: {type(error).__name__}: {error}"
+        remedy = "make the image smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS"
+        raise DataError(f"the image is too large: {error}", where=where or None, remedy=remedy) from error
+    except Exception as error:  # PIL's readers raise many kinds of errors
+        what = f"the image is truncated or damaged: {type(error).__name__}: {error}"
         raise DataError(what, where=where or None, remedy=_REPAIR) from error
 
 
 def orientation_of(image: PILImage.Image) -> int:
-    """The EXIF orientation, 1 (upright) to 8. It is 1 where the file gives none or the EXIF data cannot be read."""
+    """The EXIF orientation, 1 (upright) to 8. It is 1 if the file does not have one or the EXIF data cannot be read."""
     try:
         value = int(image.getexif().get(_EXIF_ORIENTATION, 1))
-    except Exception:  # broken EXIF data is common, and PIL raises errors of many kinds
+    except Exception:  # broken EXIF data is common, and PIL raises many kinds of errors
         return 1
     return value if 1 <= value <= 8 else 1
 
 
 def turned(pixels: Pixels, orientation: int) -> Pixels:
-    """The upright picture. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
+    """The upright image. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
     if orientation == 1:
         return pixels
-    if orientation >= 5:  # rows and columns are exchanged
+    if orientation >= 5:  # rows and columns are swapped
         pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    return pixels.copy()  # np.ascontiguousarray leaves a row of one pixel as it is, whose stride torch refuses
+    return pixels.copy()  # np.ascontiguousarray does not change a row of one pixel, whose stride torch refuses
 
 
 def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
     if image.mode in _SIXTEEN_BIT:
         return np.repeat(_eight_bits(np.asarray(image), where)[..., None], channels, axis=2)
     if image.mode == "F":
-        what = "the pixels are floating-point numbers, of which the range is not known"
-        raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")
+        what = "the pixels are floating-point numbers, whose range is unknown"
+        raise DataError(what, where=where or None, remedy="save the image with 8 or 16 bits a channel")
     if image.mode in ("P", "PA") and "transparency" in image.info:
         image = image.convert("RGBA")  # PIL cannot drop the transparency of a palette in one step
     pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
@@ -241,6 +241,6 @@ def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
 def _eight_bits(values: npt.NDArray[Any], where: str) -> Pixels:
     """Integers from 0 to 65535, scaled to 0 to 255 and rounded."""
     if values.min() < 0 or values.max() > 65535:
-        what = f"grey values from {values.min()} to {values.max()} are outside of 16 bits"
-        raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")
+        what = f"grey values from {values.min()} to {values.max()} do not fit into 16 bits"
+        raise DataError(what, where=where or None, remedy="save the image with 8 or 16 bits a channel")
     return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)

@@ -1,0 +1,1 @@
+"""Images: decoding, geometry, colour, augmentation, normalisation, for every task that reads images."""

@@ -1,1 +1,0 @@
-"""Pictures: decoding, geometry, colour, augmentation, normalisation. For every task that reads images."""
