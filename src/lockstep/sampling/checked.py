@@ -37,10 +37,8 @@ class CheckedOrder:
             what = f"it is of the type {type(order).__name__}"
             what += f", and its `length` is {length!r}" if callable(order) else ", which cannot be called"
             remedy = "an order has `length` (draws per epoch) and __call__(positions, *, seed, epoch), which "
-            remedy += (
-                "returns the index of the sample at each position: lockstep --explain sampling. "
+            remedy += "returns the index of the sample at each position: lockstep --explain sampling. "
             remedy += "Or give the attribute "
-            )
             raise UsageError(what, where=_WHERE, remedy=f"{remedy}a different name")
         self.order, self.samples, self.name, self.length = order, samples, name, int(length)
         try:

@@ -65,7 +65,7 @@ class TransformersTask(Foreign):
             remedy = "give model=, or model_init=, a function that makes it"
             raise UsageError("give one of the two", where="adapters.transformers(model, model_init)", remedy=remedy)
         if model is not None and not hasattr(model, "config"):
-            remedy = "give a transformers model (with a `config`); for any other model write a Task: lockstep --explain tasks"
+            remedy = "give a transformers model, with a `config`; for others write a Task: lockstep --explain tasks"
             raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
         _check_sets(train_dataset, eval_dataset)
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
