@@ -37,11 +37,11 @@ faults. Two ranks on CPUs are enough, too.
 train.py:10: error[LS101]: several ranks train on the same samples
     loader = DataLoader(dataset, batch_size=4, shuffle=True)
   seen: in epoch 0 of this loader, the first 64 indices are equal (52, 50, 31, 53, 16 and 59 more) ...
-  cause: no DistributedSampler: the RandomSampler draws the same order on every rank, where seeds are equal
+  cause: no DistributedSampler: the RandomSampler draws the same order on every rank, because seeds are equal
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see docs/audit/same-data.md
 
-lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v tells why), 0 findings switched off
+lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v shows why), 0 findings switched off
 ```
 
 What was seen and what explains it are kept apart: the cause is `unknown` where no rule knows it. A rule that the
@@ -56,9 +56,9 @@ script did not exercise counts as not exercised, and never as passed.
 | option | |
 |---|---|
 | `--nproc N` | ranks on this machine; 2 |
-| `--every K` | look closely at each K-th step, besides the first 4; 50 |
+| `--every K` | examine every K-th step, besides the first 4; 50 |
 | `--patience S` | seconds without progress after which a hang is explained and ended; 60 |
-| `--no-probe` | read no samples of data sets at the end (9 to 65 of each are read twice, and compared between ranks) |
+| `--no-probe` | do not read samples of data sets at the end (9 to 65 of each are read twice, and compared between ranks) |
 | `--format text`, `json`, `sarif`, `github` | the form of the report |
 | `--output FILE` | a file for the report; default: standard output |
 | `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |

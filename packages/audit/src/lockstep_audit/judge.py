@@ -21,16 +21,16 @@ _LOOK_S = 0.1
 
 
 def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
-    """Judge the events of a folder, and write the report.
+    """Judge the events in a folder and write the report.
 
     Args:
-        failed: the launcher of the script says that a rank failed.
+        failed: whether the script's launcher reports that a rank failed.
 
     Returns:
         the exit code of the command.
 
     Raises:
-        UsageError: there are no events, or no baseline.
+        UsageError: the events or the baseline are missing.
     """
     previous = _read(settings.previous) if settings.previous else None
     history = History(_read(folder).events, previous)
@@ -39,7 +39,7 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
         write_baseline(settings.write_baseline, found.findings)
     code = exit_code(history, found, settings, failed)
     if code == INCONCLUSIVE:
-        found.notes.append("inconclusive: no rank made a step of a torch optimizer")
+        found.notes.append("inconclusive: no rank stepped a torch optimizer")
     others = {"sarif": formats.sarif, "github": formats.github}
     written = formats.text(found, settings.verbose) if settings.format == "text" else formats.as_json(found, code)
     written = others[settings.format](found) if settings.format in others else written
@@ -55,9 +55,9 @@ def _read(folder: Path) -> History:
     found = History(events.read(folder))
     if not found.events:
         raise UsageError(
-            "has no events of an audit",
+            "contains no events of an audit",
             where=str(folder),
-            remedy="give a folder that `lockstep-audit --folder` wrote; a script that never imports torch writes none",
+            remedy="name a folder that `lockstep-audit --folder` wrote; a script without torch writes no events",
         )
     return found
 
@@ -74,9 +74,9 @@ def exit_code(history: History, found: Outcome, settings: Settings, failed: bool
 
 
 def judge_here(folder: Path, settings: Settings) -> int:
-    """`judge` in the first rank of a launcher that is none of ours, once the other ranks have ended.
+    """`judge` in the first rank of a foreign launcher, once the other ranks have ended.
 
-    No collective is made: files are read. Ranks that have not ended after 10 s are judged by what they wrote.
+    It reads files and runs no collective. Ranks that have not ended after 10 s are judged by what they wrote.
     """
     end = time.monotonic() + _WAIT_S
     while time.monotonic() < end:
