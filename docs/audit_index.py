@@ -97,7 +97,7 @@ Whatever ends a rank, the events until then are judged.
 | 2 | a wrong option, file or folder |
 | 3 | an error was found, or with `--strict` a warning |
 | 4 | the script hung, and the report says where each rank was |
-| 5 | nothing can be said: no rank made a step of a torch optimizer |
+| 5 | so there is no advice: no rank made a step of a torch optimizer |
 
 ## Switch a finding off
 

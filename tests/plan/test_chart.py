@@ -67,7 +67,7 @@ def test_a_bar_that_is_far_too_long_is_cut():
 def test_activations_that_are_not_known_are_said():
     tree = drawn([bar(parameters=5)._replace(is_complete=False, fits=None)])
     assert "5.0 GB + ?" in texts(tree)
-    assert "activations are not known" in widths(tree)
+    assert "activations are unknown" in widths(tree)
 
 
 def test_the_chosen_bar_the_reserve_and_the_legend():

@@ -52,7 +52,7 @@ def test_a_recipe_with_data_in_the_package():
     assert result.exit_code == 0, result.output
     assert "* ddp, fp32" in result.stdout
     assert "batch: 64 samples = micro-batches of 32 x 1 on 2 GPUs" in result.stdout
-    assert "so short a step may be bound by the host" in result.stdout
+    assert "a step this short may be limited by the host" in result.stdout
     assert "keys: parallel.strategy=ddp" in result.stdout
 
 
@@ -110,7 +110,7 @@ def test_what_the_data_tell_is_not_said_again(arguments):
     ("arguments", "why"),
     [
         (["ct_small"], "this task has no classes"),
-        (["segmentation", "task.classes=[sky, road]"], "task.classes tells the classes already"),
+        (["segmentation", "task.classes=[sky, road]"], "task.classes already sets the classes"),
     ],
 )
 def test_classes_that_would_change_nothing_are_refused(arguments, why):
@@ -152,7 +152,7 @@ def test_a_plan_is_written_into_a_file(tmp_path):
         (["digits", "--gpu", "H10"], "the nearest is"),
         (["digits", "--gpu-memory", "much"], "is no size"),
         (["digits", "--gpu", "H100", "--precision", "fp8"], "no precision 'fp8'"),
-        (["digits", "--gpu", "H100", "--save-seconds", "3"], "belong together"),
+        (["digits", "--gpu", "H100", "--save-seconds", "3"], "go together"),
         (["digits", "--gpu", "H100", "data.train=none.csv"], "none.csv"),
         (["cifar_", "--gpu", "H100"], "cifar"),
     ],

@@ -30,7 +30,7 @@ def test_a_real_run(tmp_path):
     assert loss["labels"] == ["train/loss", "eval/loss"]
     assert [table[0] for table in loss["tables"]] == [[5, 10, 15, 20], [10, 20]]
     assert "best: min eval/loss" in read.text
-    assert "Nothing was verified" in read.text
+    assert "This run has not been verified" in read.text
     assert "Sequential" in read.text
 
 
@@ -86,9 +86,9 @@ def test_a_task_that_no_command_can_make_is_in_no_command(tmp_path):
     [
         (["train.py", "--fast"], "python train.py --fast"),
         (["/x/lockstep/__main__.py", "train", "toy"], "lockstep train toy --nproc 2"),
-        ("text", "does not say by which command"),
-        ([], "does not say by which command"),
-        (None, "does not say by which command"),
+        ("text", "does not contain the command"),
+        ([], "does not contain the command"),
+        (None, "does not contain the command"),
     ],
 )
 def test_other_commands(tmp_path, given, shown):
@@ -190,13 +190,13 @@ def test_a_run_that_goes_on(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "train/lo')
     read = page(folder)
-    assert "Not complete: at step 5 of 20, it goes on or was killed" in read.text
+    assert "Not complete: at step 5 of 20, running or killed" in read.text
     assert "1 line is damaged or half written" in read.text
     with locks.locked(folder / ".lock"):
         read = page(folder)
         assert "Not complete: at step 5 of 20, it goes on (last line" in read.text
     assert "Not complete: at step 5 of 20, it was killed, or failed" in page(folder).text
-    assert "Nothing is evaluated yet" in read.text
+    assert "Nothing was evaluated yet" in read.text
 
 
 def test_several_sets_of_evaluation_data(tmp_path):
@@ -252,7 +252,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_no_metric_says_which_checkpoint_is_best(tmp_path):
     folder = write_run(tmp_path, checkpoint={})
     write_checkpoint(folder, 30, {})
-    assert "does not say which checkpoint is best" in page(folder).text
+    assert "does not define the best checkpoint" in page(folder).text
 
 
 def test_pictures_have_a_limit(tmp_path):

@@ -85,8 +85,8 @@ def test_values_reach_a_training_as_they_are(value):
         (f"keys: {{optim.lr: 0.1}}\n{AIM}", ["neither a list nor a range"]),
         (f"keys: {{optim.lr: []}}\n{AIM}", ["the list is empty"]),
         (f"keys: {{optim.lr: [0.1, 0.2, 0.1]}}\n{AIM}", ["0.1 is there twice"]),
-        (f"keys: {{name: [2020-01-01]}}\n{AIM}", ["a date is no value: write it in quotes"]),
-        (f"keys: {{optim: [{{lr: 0.1}}], optim.lr: [0.1]}}\n{AIM}", ["optim.lr: is a part of optim"]),
+        (f"keys: {{name: [2020-01-01]}}\n{AIM}", ["a date is not a value: put it in quotes"]),
+        (f"keys: {{optim: [{{lr: 0.1}}], optim.lr: [0.1]}}\n{AIM}", ["optim.lr: overlaps with optim"]),
         (f"keys: {{batch.global: {{low: 16, high: 64, step: 0.5}}}}\n{AIM}", ["batch.global: 16.5"]),
         (
             f"sampler: grid\nkeys: {{optim.lr: {{low: 0.1, high: 0.2}}}}\n{AIM}",
@@ -97,7 +97,7 @@ def test_values_reach_a_training_as_they_are(value):
         ("keys: {optim.lr: [0.1]}", ["metric: is missing"]),
         ("keys: {optim.lr: [0.1]}\nmetric: [eval/accuracy]", ["metric: ['eval/accuracy'] is no name"]),
         (f"keys: {{seed: [0, 1], train.epochs: [3]}}\n{AIM}", ["train.epochs: the command line sets it"]),
-        (f"keys: {{train.eval_every_epochs: [1, 0]}}\n{AIM}", ["nothing is evaluated"]),
+        (f"keys: {{train.eval_every_epochs: [1, 0]}}\n{AIM}", ["never evaluates"]),
         (f"keys: {{log.writers: [[text_log]]}}\n{AIM}", ["no metrics.jsonl"]),
     ],
 )

@@ -239,7 +239,7 @@ def test_a_trial_that_has_a_checkpoint_goes_on_from_its_step(tmp_path):
     (newest / manifest.MANIFEST).write_text(manifest.signed({"step": 20, "files": {}, "metrics": {}}))
     run.go(trials=1)
     first, again, done = run.lines
-    assert again == first.replace("begins", "goes on from step 20")
+    assert again == first.replace("begins", "resumes from step 20")
     assert "done" in done
 
 
@@ -305,7 +305,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     run.go(trials=1)
     with (
         locks.locked(run.folder / ".lock", wait_s=0),
-        pytest.raises(UsageError, match=r"a sweep runs there: process \d+"),
+        pytest.raises(UsageError, match=r"a sweep is running there: process \d+"),
     ):
         run.go(trials=2)
     other = Run(tmp_path, overrides=[*QUICK, "optim.weight_decay=0.5"])
@@ -315,7 +315,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(UsageError, match="another sweep"):
         wider.go(trials=2)
     (run.folder / sweep.SPEC).unlink()
-    with pytest.raises(UsageError, match="is no sweep's"):
+    with pytest.raises(UsageError, match="not a sweep's"):
         run.go(trials=2)
 
 

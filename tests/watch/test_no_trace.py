@@ -17,7 +17,7 @@ from tests.selection import mainly
 
 
 class Restless(own_tasks.Deep):
-    """BatchNorm, dropout, a counter, a code book that each forward pass moves, a factor that the task keeps, and
+    """BatchNorm, dropout, a counter, a code book that each forward pass changes, a factor that the task keeps, and
     generators of the model and of the task."""
 
     def __init__(self, **options):

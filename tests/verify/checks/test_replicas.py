@@ -230,13 +230,13 @@ def test_a_training_that_differs_when_it_is_repeated_shows_nothing(monkeypatch, 
     again = [recording([LOSSES[0] + 1, *LOSSES[1:]])] * 2
     result = compared(monkeypatch, weights=weights, limit=limit, again=again)
     assert result.status == "not shown"
-    assert result.reason.endswith("the same training twice already differs; see determinism")
+    assert result.reason.endswith("the same training already differs when repeated; see determinism")
 
 
 def test_a_training_that_fails_when_it_is_repeated_hides_no_fault(monkeypatch):
     result = compared(monkeypatch, weights=0.5, undisturbed=Answer(error="it cannot be saved"))
     assert result.status == "fault"
-    assert "train another model" in result.reason
+    assert "train a different model" in result.reason
 
 
 def test_a_cause_of_indeterminism_shows_nothing(monkeypatch):

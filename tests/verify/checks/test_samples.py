@@ -75,7 +75,7 @@ def test_samples_that_are_grouped_by_length_pass():
 def test_samples_of_other_groups_are_found(group):
     result = checked_grouped(group)
     assert result.status == "fault"
-    assert "of another step" in result.reason
+    assert "of a different step" in result.reason
 
 
 def test_a_sample_that_is_used_twice_in_a_step_is_found():
@@ -112,7 +112,7 @@ def test_a_sample_of_another_step_is_found():
     result = checked(swap)
     assert result.status == "fault"
     assert result.reason.startswith("step 2 ")
-    assert "of another step" in result.reason
+    assert "of a different step" in result.reason
 
 
 def test_an_epoch_in_the_order_of_another_seed_is_found():
@@ -163,4 +163,4 @@ def test_a_generator_that_every_sample_seeds_alike_is_a_fault():
     answers["task-probe"] = TaskProbe(seeded_for_sample=["torch"])
     result = samples.samples(experiments(answers, batch={"global": BATCH}))
     assert result.status == "passed"
-    assert result.notes == ["reading sample 0 seeds torch: what is drawn afterwards is the same in every epoch"]
+    assert result.notes == ["reading sample 0 seeds torch: later draws are the same in every epoch"]
