@@ -159,7 +159,7 @@ if __name__ != "__main__":  # `lockstep train` reads its task from this file
 
 
 class Hang(Exception):
-    """A restart that did not come to its first step."""
+    """A restart that did not reach its first step."""
 
 
 @dataclass

@@ -58,7 +58,7 @@ script did not exercise counts as not exercised, and never as passed.
 | `--nproc N` | ranks on this machine; 2 |
 | `--every K` | examine every K-th step, besides the first 4; 50 |
 | `--patience S` | seconds without progress after which a hang is explained and ended; 60 |
-| `--no-probe` | do not read samples of data sets at the end (9 to 65 of each are read twice, and compared between ranks) |
+| `--no-probe` | do not read samples at the end (9 to 65 of each are read twice, and compared between ranks) |
 | `--format text`, `json`, `sarif`, `github` | the form of the report |
 | `--output FILE` | a file for the report; default: standard output |
 | `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |

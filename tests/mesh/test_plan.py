@@ -214,7 +214,7 @@ def test_a_model_without_a_plan_and_groups_on_two_machines_are_named(tmp_path):
     assert "parallel.tensor=2 was not tried: " in found.facts.notes[-1]
     assert "nothing says how Model could be cut" in found.facts.notes[-1]
     assert plan(1).facts.notes[-1] == "parallel.tensor=4 does not fit either"
-    with pytest.raises(UsageError, match="2 ranks of a machine cannot be cut into tensor groups of 4"):
+    with pytest.raises(UsageError, match="2 ranks of a machine cannot be divided into tensor groups of 4"):
         plan(10**9, gpus=4, per_node=2, parallel={"tensor": 4})
     with pytest.raises(UsageError, match=r"compute\.compile"):
         plan(10**9, parallel={"tensor": 2}, compute={"compile": "model"})

@@ -41,7 +41,7 @@ REFUSED = [
     (
         layers(a=layers(b=nn.Linear(4, 4), c=nn.BatchNorm1d(4))),
         {"a": "sequence_parallel", "a.b": "colwise"},
-        "a.c would see the tokens of one rank",
+        "a.c would see only the tokens of one rank",
     ),
 ]
 
@@ -102,7 +102,7 @@ SEEING = {"a.inner": "sequence_gather"}
 @pytest.mark.parametrize(
     ("mask", "more", "what"),
     [
-        ((2, 12, 3), {}, r"a gets first \(2, 12, 3\), and another tensor of the shape of its part"),
+        ((2, 12, 3), {}, r"a gets first \(2, 12, 3\), and a second tensor with its part's shape"),
         ((1, 12, 5), {}, r"a gives \(2, 6, 4\), and not 6 of 12 tokens .*: \(1, 6, width\)"),
         ((2, 1, 6, 6), SEEING, r"a.inner gets first \(2, 6, 4\), and not 3 of 6 tokens"),
     ],
@@ -132,7 +132,7 @@ def test_heads_that_do_not_divide_are_named_though_rows_do():
 @pytest.mark.parametrize("words", [[0, 5], [-1, 4]])
 def test_words_that_a_cut_embedding_does_not_have_are_named(words):
     embedding = nn.Embedding(5, 4)
-    with pytest.raises(TrainingError, match=f"embedding has 5 rows, and was given {words[0]} to {words[1]}"):
+    with pytest.raises(TrainingError, match=f"embedding has 5 rows, but was given {words[0]} to {words[1]}"):
         strategy._check_words("embed", embedding, (torch.tensor(words),))
     strategy._check_words("embed", embedding, (torch.arange(5),))
 
@@ -169,7 +169,7 @@ KEYS = {
     "precision=fp16": {"precision": "fp16"},
     "data.on_error=skip": {"data": {"on_error": "skip"}},
     "find_unused_parameters": {"parallel": {"find_unused_parameters": True}},
-    "cannot be cut into tensor groups of 4": {"parallel": {"tensor": 4}},
+    "cannot be divided into tensor groups of 4": {"parallel": {"tensor": 4}},
     "nothing says how": {"plan": {}},
 }
 

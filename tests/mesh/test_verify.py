@@ -110,7 +110,7 @@ def test_a_step_of_a_mesh_again_is_as_logged_on_the_mesh_and_on_one_rank(tmp_pat
     sections |= {"parallel": ON_TWO, "batch": {"micro": 5}}
     run_ranks(2, mesh_cases.fit, sections, None, tmp_path / "run")
     report, other = run_ranks(2, plan_cases.replayed, tmp_path / "run", sections, 6, Wants())
-    assert report.saved == other.saved == "the same bits as checkpoint 6"
+    assert report.saved == other.saved == "bitwise equal to checkpoint 6"
     assert [one.step for one in report.steps] == [4, 5, 6]
     assert report.steps[-1].grad_norm == report.logged["train/grad_norm"]
     assert report.steps[-1].loss == pytest.approx(report.logged["train/loss"], rel=1e-14)

@@ -224,7 +224,7 @@ def test_resumed_run_goes_on_with_its_epoch(task, stop, tmp_path):
         head, results = expected[1].split("train loss")
         assert lines == [expected[0], f"{head}{results.split('; ')[1]}", *expected[2:]]
     else:
-        assert lines[3].startswith("epoch 2 of 3 goes on after step 7: steps 6 to 10, learning rate")
+        assert lines[3].startswith("epoch 2 of 3 resumes after step 7: steps 6 to 10, learning rate")
         assert re.match(r"epoch 2 of 3 ends: train loss \S+ \(of the last 3 steps\); eval loss", lines[4])
         assert [*lines[:3], *lines[5:]] == [*expected[:3], *expected[4:]]
 

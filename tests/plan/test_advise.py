@@ -92,7 +92,7 @@ def test_waiting_for_data_with_workers_and_pictures(tmp_path):
     sections = {"data": {"train": "x", "workers": 4}, "task": {"kind": "classification"}}
     found = advice(tmp_path, figures={"train/wait_share": 0.5}, **sections)["waiting for data"]
     assert found.changes == ("data.workers=9", "data.cache=decoded")
-    assert "more than the 8 CPU threads" in found.note
+    assert "exceed the 8 CPU threads" in found.note
     sections["data"]["cache"] = "decoded"
     assert advice(tmp_path, figures={"train/wait_share": 0.5}, **sections)["waiting for data"].changes == (
         "data.workers=9",
@@ -109,7 +109,7 @@ def test_the_rank_that_waits_for_data_is_named(tmp_path):
 def test_a_slow_rank_is_named(tmp_path):
     times = by_rank(compute=[10, 30], data_wait=[0, 0])
     found = advice(tmp_path, world=2, figures=times)["a slow rank"]
-    assert "Rank 1 computes slower" in found.finding
+    assert "Rank 1 computes more slowly" in found.finding
     assert "3.0 times as long" in found.finding
     assert found.saves_share == pytest.approx(0.2)
     assert found.changes == ()
@@ -199,7 +199,7 @@ def test_a_gpu_that_computes_little(tmp_path):
     memory = {"peak_mb": 70_000.0, "activations_mb": 60_000.0}
     found = on_gpu(tmp_path, figures=figures, memory=memory, task={"kind": "segmentation"})["low utilisation"]
     assert found.changes == ("compute.compile=blocks", "compute.channels_last=true")
-    assert "1.0 ms: likely the host" in found.finding
+    assert "1.0 ms: the host probably" in found.finding
     assert "3.0 times as fast at 30 %" in found.gain
     slow = on_gpu(tmp_path, figures={"train/mfu": 0.1}, memory=memory)["low utilisation"]
     assert "host" not in slow.finding
@@ -258,7 +258,7 @@ def test_memory_that_did_not_suffice(tmp_path):
     (tmp_path / "micro.json").write_text(json.dumps({"asked": [[0, 64]], "world": 1, "micro": 16}))
     found = on_gpu(tmp_path)["out of memory"]
     assert found.changes == ("batch.micro=16",)
-    assert "micro-batches went from 64 to 16 samples" in found.finding
+    assert "micro-batches were reduced from 64 to 16 samples" in found.finding
     (tmp_path / "micro.json").write_text("[]")
     assert "out of memory" not in on_gpu(tmp_path)
 
@@ -284,7 +284,7 @@ def test_a_run_without_entries(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     advised = advise.advise(tmp_path)
     assert advised.advice == []
-    assert "no entry" in advise.text(advised)
+    assert "no training entries" in advise.text(advised)
     json.dumps(advise.as_json(advised), allow_nan=False)
 
 

@@ -103,7 +103,7 @@ def test_what_is_known_of_data_that_are_not_here_can_be_said():
 def test_what_the_data_tell_is_not_said_again(arguments):
     result = plan(*arguments, "--gpus", "2", "--gpu-memory", "1GB")
     assert result.exit_code == 2
-    assert f"{arguments[-2]}: is for data that are not here" in result.stderr
+    assert f"{arguments[-2]}: is only for data that are not on this machine" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_gpus_without_samples_are_named(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     config = config_file.load(f"{tmp_path / 'mine.py'}:Mine", ["batch.global=3"])
     found = command.plan_of(config, World(4, 4, memory_bytes=10**9), precisions=["fp32"])
-    assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them have no sample")
+    assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them never get a sample")
     large = replace(found.facts, global_batch=21)  # of 20 samples
     assert (
         "batch.global=21 is more than the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]

@@ -194,7 +194,7 @@ def test_a_run_that_goes_on(tmp_path):
     assert "1 line is damaged or half written" in read.text
     with locks.locked(folder / ".lock"):
         read = page(folder)
-        assert "Not complete: at step 5 of 20, it goes on (last line" in read.text
+        assert "Not complete: at step 5 of 20, running (last line" in read.text
     assert "Not complete: at step 5 of 20, it was killed, or failed" in page(folder).text
     assert "Nothing was evaluated yet" in read.text
 
@@ -262,7 +262,7 @@ def test_pictures_have_a_limit(tmp_path):
     (folder / "samples" / "fake.png").write_bytes(b"<svg onload=alert(1)>")
     text = "".join(evaluations.parts(run.read(folder), room=1100))
     assert text.count("data:image/png") == 2
-    assert "2 pictures are left out" in text
+    assert "2 images are left out" in text
 
 
 def test_a_page_that_is_full_stays_below_five_megabytes(tmp_path, monkeypatch):

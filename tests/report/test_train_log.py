@@ -20,7 +20,7 @@ def test_each_start_says_from_where_to_where(tmp_path):
     assert [start.is_complete for start in log.starts] == [False, True]
     killed, complete = timeline.endings(log.starts)
     assert killed.startswith("the log ends without a reason")
-    assert killed.endswith("2 steps done again")
+    assert killed.endswith("2 steps repeated")
     assert complete == "complete"
 
 

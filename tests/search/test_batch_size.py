@@ -42,7 +42,7 @@ def test_the_text_names_keys_a_margin_and_sizes_that_are_no_faster():
     whole = told(32, 32)
     assert "keys: batch.micro=32" in whole
     assert "the rank's whole share" in whole
-    assert "fits: 4, of --most" in told(4, 4)
+    assert "fits: 4, the limit of --most" in told(4, 4)
     larger = told(128, 128)
     assert "keys: batch.global=256 batch.micro=128" in larger
     assert "is a different training" in larger

@@ -106,7 +106,7 @@ def test_a_mean_instead_of_a_sum_is_found():
     )
     found = probe("MeanOfHeads")
     assert found.mean_heads == ["a", "b"]
-    assert "and returns a mean for 'a', 'b'" in found.diagnosis()
+    assert "but returns a mean for 'a', 'b'" in found.diagnosis()
 
 
 @pytest.mark.parametrize(
@@ -246,10 +246,10 @@ def test_a_weight_that_does_not_add_up_is_noticed(name):
         pytest.param(
             "BranchOnFirstRankOfGroup",
             "rank_difference",
-            "second.bias is unused on rank 1 alone",
+            "second.bias is unused only on rank 1",
             marks=pytest.mark.exhaustive,
         ),
-        ("BranchOnFirstRank", "rank_difference", "second.bias is unused on rank 1 alone"),
+        ("BranchOnFirstRank", "rank_difference", "second.bias is unused only on rank 1"),
     ],
 )
 def test_the_cause_of_a_difference_is_found(monkeypatch, name, field, said):
@@ -272,7 +272,7 @@ def test_buffers_that_each_pass_moves_are_found():
     assert found.moving == 0.0
     assert found.coupling < 1e-12
     assert found.obstacle() is None
-    assert found.notes()[0].startswith("2 buffers that each training pass moves are put back after each pass")
+    assert found.notes()[0].startswith("2 buffers that each training pass changes are restored after each pass")
     assert probe("AverageInside", MODELS).moving_buffers == []  # no training pass reads them
 
 

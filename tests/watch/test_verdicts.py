@@ -76,12 +76,10 @@ def test_a_fault_is_found_with_its_rank(tmp_path, name):
 @pytest.mark.parametrize(
     ("task", "world", "kind", "ranks", "says"),
     [
-        ("Named", 2, "code", [0, 1], "something else by rank"),
+        ("Named", 2, "code", [0, 1], "behaves differently by rank"),
         pytest.param("Named", 3, "code", [1], "mul at cases.py", marks=pytest.mark.exhaustive),
-        ("OtherBytes", 3, "data", [1], "rank 1 read other bytes for samples "),
-        pytest.param(
-            "Unseeded", 2, "data", [0, 1], "are not the same when they are read", marks=pytest.mark.exhaustive
-        ),
+        ("OtherBytes", 3, "data", [1], "rank 1 read different bytes for samples "),
+        pytest.param("Unseeded", 2, "data", [0, 1], "differ when they are read", marks=pytest.mark.exhaustive),
     ],
 )
 def test_code_and_data_are_told_apart_from_devices(tmp_path, task, world, kind, ranks, says):

@@ -84,7 +84,7 @@ def test_a_scheduler_that_refuses(call, tool):
         ((*SLURM, "digits", "--submit"), "there is no command 'sbatch'"),
         ((*SLURM, "digits", "--output", "mine.py"), "mine.py: exists"),
         ((*KUBERNETES, "digits", "--apply"), "there is no command 'kubectl'"),
-        ((*KUBERNETES, "digits", "--memory", "64GB"), "'64GB' is no quantity"),
+        ((*KUBERNETES, "digits", "--memory", "64GB"), "'64GB' is not a quantity"),
         ((*KUBERNETES, "digits", "--job-name", "My_Job"), "such as my-job"),
         ((*KUBERNETES, "digits", "--run-dir", "/home/a"), "/home/a is not on the volume"),
         ((*KUBERNETES, "digits", "--volume", "My Claim"), "--volume"),

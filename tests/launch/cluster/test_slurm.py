@@ -132,7 +132,7 @@ def test_a_time_that_leaves_nothing_for_training():
 
 @pytest.mark.parametrize("option", ["constraint=a100", "--a\n#SBATCH --b", ""])
 def test_wrong_options(option):
-    with pytest.raises(UsageError, match="is no option"):
+    with pytest.raises(UsageError, match="is not an option"):
         slurm.check(slurm.Allocation("10", more=(option,)))
 
 

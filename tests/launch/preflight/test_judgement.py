@@ -82,13 +82,13 @@ def test_equal_ranks_have_no_fault():
             {"source": {2: "other"}},
             "task",
             Level.FAULT,
-            "the task's code on rank 2 (node b, cuda:0) is not that of the other ranks",
+            "the task's code on rank 2 (node b, cuda:0) differs from that of the other ranks",
         ),
         (
             {"identity": {1: "GPU-7", 2: "GPU-7"}},
             "devices",
             Level.FAULT,
-            "rank 1 (node a, cuda:1), rank 2 (node b, cuda:0) have the same device, GPU-7",
+            "rank 1 (node a, cuda:1), rank 2 (node b, cuda:0) share the device GPU-7",
         ),
         ({"clock": {2: 1100.0, 3: 1100.0}}, "clocks", Level.WARNING, "the clock of node b is 100 s ahead"),
         (

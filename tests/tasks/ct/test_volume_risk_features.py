@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_changes_nothing_but_a_warning(tmp_path)
     plain, every = train(frozen_model(), None)
     (tmp_path / "file").write_text("")
     kept = KeptFeatures("a", tmp_path / "file")
-    with pytest.warns(RuntimeWarning, match=r"cannot be written .* computed in every epoch; training goes on"):
+    with pytest.warns(RuntimeWarning, match=r"cannot be written .* computed in every epoch; training continues"):
         weights, needed = train(frozen_model(), kept)
     assert all(torch.equal(plain[name], weights[name]) for name in plain)
     assert needed == every

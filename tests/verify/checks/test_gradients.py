@@ -58,7 +58,7 @@ def test_right_gradients_pass():
 def test_the_update_that_is_furthest_off_counts():
     result = checked(comparisons={0: update(), 6: update(0.01)})
     assert result.status == "fault"
-    assert "not plain torch's: 0.01 off" in result.reason
+    assert "differs from plain torch's: 0.01 off" in result.reason
 
 
 def test_nan_is_furthest_off():
@@ -83,7 +83,7 @@ def test_a_step_without_a_valid_label_is_rightly_skipped():
     found.entries[-1]["train/skipped"] = 1
     assert checked(learned=[found, found]).status == "passed"
     found.entries[-1]["train/skipped"] = 0
-    assert "4 steps, of which 0 were skipped, made 3 updates" in checked(learned=[found, found]).reason
+    assert "4 steps, 0 of them skipped, made 3 updates" in checked(learned=[found, found]).reason
 
 
 def test_a_coarse_number_format_inside_of_the_model_is_said_and_counts():
@@ -95,7 +95,7 @@ def test_a_coarse_number_format_inside_of_the_model_is_said_and_counts():
     assert checked(comparisons={0: update(1e-2)}, probe=coarse).status == "fault"
     half = checked(comparisons={0: update(1e-2)}, probe=TaskProbe(epsilon=2.0**-7, coarse="bfloat16 at model.py:7"))
     assert half.status == "not shown"
-    assert "a fault could hide in it; the task rounds to bfloat16 at model.py:7" in half.reason
+    assert "which could hide a fault; the task rounds to bfloat16 at model.py:7" in half.reason
     assert checked(comparisons={0: update(10.0)}, probe=TaskProbe(epsilon=2.0**-7)).status == "fault"
 
 
@@ -106,7 +106,7 @@ def test_a_backward_pass_that_somebody_wrote_is_named_with_what_a_numerical_deri
     agrees = "a numerical derivative agrees with the backward pass of Scale (model.py:3)"
     assert said(derivative="compared").endswith(agrees)
     assert "not the derivative of the loss, see the note" in said(derivative="wrong")
-    assert "not compared with a numerical derivative, as the task does not run in float64" in said(float64=False)
+    assert "not compared with a numerical derivative, because the task does not run in float64" in said(float64=False)
 
 
 def test_without_an_update_there_is_a_fault():
@@ -201,7 +201,7 @@ def test_an_update_that_was_counted_twice_or_not_at_all_is_wrong():
         steps(learning_rates=[(0, 0.01, 0.01), (0, 0.01, 0.01), (1, 0.01, 0.01), (2, 0.01, 0.01)]), experiments()
     )
     (text,) = rates(steps(learning_rates=[(step, 0.01, 0.01) for step in range(3)]), experiments())
-    assert "4 steps, of which 0 were skipped, made 3 updates" in text
+    assert "4 steps, 0 of them skipped, made 3 updates" in text
     (text,) = rates(steps(learning_rates=[(step, 0.01, 0.01) for step in range(5)]), experiments())
     assert "made 5 updates" in text
 
@@ -289,7 +289,7 @@ def test_the_bitmap_of_unused_parameters_is_no_gradient():
     assert communicated(step, parallel={"find_unused_parameters": True}).status == "fault"
     result = communicated(step)
     assert result.status == "fault"
-    assert "2 integers are reduced in every step, and 0 are needed" in result.reason
+    assert "2 integers are reduced in every step, but only 0 are needed" in result.reason
 
 
 def test_collectives_of_the_loss_show_nothing_but_other_faults():

@@ -235,7 +235,7 @@ def test_a_metric_within_chance_of_a_constant_output_shows_nothing():
         result = measured(0.5, accuracy, units=360.0)
         assert result.status == "not shown"
         assert "is within chance of the best constant output, 0.5: on 360 evaluation labels" in result.reason
-        assert "chance may give 0.5685" in result.reason
+        assert "chance may reach 0.5685" in result.reason
     assert measured(0.5, 0.6, units=360.0).status == "passed"
     assert "(by chance up to 0.5685)" in measured(0.5, 0.6, units=360.0).reason
     assert measured(0.5, 0.4, units=360.0).status == "fault"

@@ -48,7 +48,7 @@ def test_every_sample_once_per_epoch_passes():
     assert result.status == "passed"
     assert result.reason == (
         "2 whole epochs of 26 samples on 2 ranks use each sample once; so do the plans of two epochs of all 26, "
-        "each in an order of its own"
+        "each in its own order"
     )
     assert (result.value, result.bound) == (0.0, 0.0)
 
@@ -159,7 +159,7 @@ def test_a_generator_that_every_sample_seeds_alike_is_a_fault():
     answers = {"undisturbed": consumed(), "data-sizes": [(LENGTH, 0)], "task-probe": probe}
     result = samples.samples(experiments(answers, batch={"global": BATCH}))
     assert result.status == "fault"
-    assert result.reason.startswith("reading a sample seeds torch with the same number for the first and the last")
+    assert result.reason.startswith("reading a sample seeds torch with the same number for the first and last")
     answers["task-probe"] = TaskProbe(seeded_for_sample=["torch"])
     result = samples.samples(experiments(answers, batch={"global": BATCH}))
     assert result.status == "passed"

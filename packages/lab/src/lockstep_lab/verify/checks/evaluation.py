@@ -213,7 +213,7 @@ def predictions(experiments: Experiments) -> CheckResult:
                     f"the output for sample {first} by itself has tensors of (shape, mean, norm) {summaries[first]}, "
                     f"and {summaries_of_engine[first]} on {nproc} ranks"
                 )
-        text = f"{len(wrong)} of {len(rows)} predictions ({len(engine)} made) differ from a plain loop's. {example}"
+        text = f"{len(wrong)} of {len(rows)} predictions ({len(engine)} made) differ from a plain loop's: {example}"
         if probe.prediction_difference:
             text = (
                 "Task.predict returns different outputs for the same batch and seed: "
