@@ -88,5 +88,5 @@ try:
 except PowerFailure:
     dist.barrier()
 resumed, begin = train(path)
-say(f"the power failed after step {2 * EVERY}; the second start resumed at step {begin}")
+say(f"the power failed after step {2 * EVERY}; the second start began at step {begin}")
 say(f"largest difference from the weights of an undisturbed run: {(resumed - undisturbed).abs().max().item():.3g}")
