@@ -164,7 +164,7 @@ def test_a_request_stops_all_nodes():
 def test_a_node_that_is_lost_while_the_run_is_to_stop_does_not_start_it_again():
     decision = decide(Ending((told(0, "lost", node="a", lost_another=True),), asked=True, lost=("b",)), NEW, 3)
     assert decision.action is Action.STOP
-    assert "node b sent no heartbeat while the run was to stop" in decision.text
+    assert "node b sent no heartbeat while the run was stopping" in decision.text
 
 
 def test_a_node_that_joins_costs_no_restart_and_a_request_to_stop_comes_first():

@@ -114,7 +114,7 @@ def session(port):
     [
         ({"most": 3}, "--nnodes: '2' there, '2:3' here"),
         ({"keys": {"batch.global": 32}}, "batch.global: 64 there, 32 here"),
-        ({"run_id": "another"}, "belongs to another run: --rendezvous-id: 'mine' there, 'another' here"),
+        ({"run_id": "another"}, "belongs to a different run: --rendezvous-id: 'mine' there, 'another' here"),
     ],
 )
 def test_a_node_with_another_command_says_what_differs(session, port, other, words):
@@ -136,13 +136,13 @@ def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, c
     monkeypatch.setattr(node_address, "Clock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
     with pytest.raises(MissingNodesError) as caught:
         Session(nodes(port, wait_s=0.6), 1)
-    assert f"waited 0.6 s in vain for the node at 127.0.0.1:{port}" in str(caught.value)
+    assert f"gave up after waiting 0.6 s for the node at 127.0.0.1:{port}" in str(caught.value)
     assert "firewall" in str(caught.value)
     assert f"waiting for the node at 127.0.0.1:{port}" in capfd.readouterr().err
 
 
 def test_a_name_that_nobody_knows_is_waited_for_and_named(port):
-    with pytest.raises(MissingNodesError, match=r"the name no-such-host.invalid to be known"):
+    with pytest.raises(MissingNodesError, match=r"the host name no-such-host.invalid to resolve"):
         Session(nodes(port, endpoint=Endpoint("no-such-host.invalid", port), wait_s=0.6), 1)
 
 

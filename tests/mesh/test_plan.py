@@ -212,7 +212,7 @@ def test_a_model_without_a_plan_and_groups_on_two_machines_are_named(tmp_path):
     found = plan(1, file=tmp_path / "without.py")
     assert found.recommended is None
     assert "parallel.tensor=2 was not tried: " in found.facts.notes[-1]
-    assert "nothing says how Model could be cut" in found.facts.notes[-1]
+    assert "there is no plan for sharding Model" in found.facts.notes[-1]
     assert plan(1).facts.notes[-1] == "parallel.tensor=4 does not fit either"
     with pytest.raises(UsageError, match="2 ranks of a machine cannot be divided into tensor groups of 4"):
         plan(10**9, gpus=4, per_node=2, parallel={"tensor": 4})
@@ -220,4 +220,4 @@ def test_a_model_without_a_plan_and_groups_on_two_machines_are_named(tmp_path):
         plan(10**9, parallel={"tensor": 2}, compute={"compile": "model"})
     in_fp16 = plan(10**9, precision="fp16", parallel={"tensor": 2})
     assert in_fp16.recommended is None
-    assert "models that are cut are not trained in fp16" in in_fp16.reason
+    assert "tensor parallelism supports neither fp16" in in_fp16.reason

@@ -246,5 +246,5 @@ def test_wrong_usage_is_told_before_anything_is_computed(options, says, tmp_path
 
 def test_a_rank_that_the_run_did_not_have_is_an_error(tmp_path):
     runs.fit(Masked(), SETTINGS, tmp_path / "run")
-    with pytest.raises(UsageError, match="2 ranks have no rank 2"):
+    with pytest.raises(UsageError, match="there is no rank 2 among 2 ranks"):
         replayed(tmp_path / "run", 20, Wants(rank=2, ranks=2))

@@ -102,7 +102,7 @@ def test_node_that_is_lost_is_waited_for_and_taken_in_again(tmp_path, slow_steps
         kill(tree(training.nodes[1].pid))
         codes = training.wait()
     assert codes == {0: 75, 1: -9}, training.output()
-    assert "waited 25 s in vain for 1 of 2 nodes" in training.output(0)
+    assert "gave up after waiting 25 s for 1 of 2 nodes" in training.output(0)
     assert "The checkpoints are kept: the same command on all nodes resumes from the newest" in training.output(0)
 
 

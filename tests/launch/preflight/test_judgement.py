@@ -120,8 +120,8 @@ def test_keys_of_the_config_that_differ_are_named():
     configs = [usual, usual, usual | {"optim.lr": 0.2}, {"optim.lr": 0.2}]
     ((check, level, what),) = judged(TWO, configs, config={2: "other", 3: "third"})
     assert (check, level) == ("config", Level.FAULT)
-    assert "optim.lr is 0.2 on all 2 ranks of node b, and 0.1 on most ranks" in what
-    assert "seed is None on rank 3 (node b, cuda:1), and 0 on most ranks" in what
+    assert "optim.lr is 0.2 on all 2 ranks of node b, but 0.1 on most ranks" in what
+    assert "seed is None on rank 3 (node b, cuda:1), but 0 on most ranks" in what
 
 
 def test_folder_that_cannot_be_written_or_is_not_shared():
@@ -136,7 +136,7 @@ def test_folder_that_cannot_be_written_or_is_not_shared():
 
 def test_ranks_of_a_node_with_another_folder():
     (fault,) = judgement.of_paths(facts(TWO, folder={3: "/home/b/runs"}), TWO)
-    assert fault.what == "it is /home/b/runs on rank 3 (node b, cuda:1), and /runs/a on rank 2"
+    assert fault.what == "it is /home/b/runs on rank 3 (node b, cuda:1), but /runs/a on rank 2"
     assert judgement.of_paths(facts(TWO, folder={2: "/mnt/runs", 3: "/mnt/runs"}), TWO) == []  # another mount point
 
 

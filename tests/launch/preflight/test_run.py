@@ -69,7 +69,7 @@ def test_data_that_one_node_lacks_is_named(tmp_path):
     (tmp_path / "shorter.csv").write_text("a\n")
     here = {"data": {"train": str(tmp_path / "there.csv")}}
     for message in run_ranks(2, cases.data_faults, SETTINGS | here, tmp_path):
-        assert "data.train is nothing on rank 1 (node b, cpu), and a file of 4 bytes on most ranks" in message
+        assert "data.train is nothing on rank 1 (node b, cpu), but a file of 4 bytes on most ranks" in message
     for message in run_ranks(2, cases.data_faults, SETTINGS | here, tmp_path, str(tmp_path / "shorter.csv")):
         assert "data.train is a file of 2 bytes on rank 1 (node b, cpu)" in message
 
@@ -112,7 +112,7 @@ def test_ranks_of_one_node_write_no_file_and_measure_no_link(tmp_path):
 
 def test_ranks_of_one_node_with_different_folders(tmp_path):
     for message in run_ranks(2, cases.train, SETTINGS, tmp_path, ["folder"], None, 2):
-        assert f"it is {tmp_path}/1 on rank 1 (node a, cpu), and {tmp_path}/0 on rank 0" in message
+        assert f"it is {tmp_path}/1 on rank 1 (node a, cpu), but {tmp_path}/0 on rank 0" in message
 
 
 def test_everything_is_checked_on_request(tmp_path):

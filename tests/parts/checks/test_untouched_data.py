@@ -196,7 +196,7 @@ class Seeded(Noisy):
 
 
 def test_reading_that_is_random_is_told_only_where_nobody_seeds_it(tmp_path):
-    assert "of the training data (WithNoise) is another one when it is read again" in trained(Noisy(), tmp_path / "n")
+    assert "of the training data (WithNoise) differs when it is read again" in trained(Noisy(), tmp_path / "n")
     assert "differs when it is read again" not in trained(Seeded(), tmp_path / "s")
     assert "differs when it is read again" not in trained(NewAtEachRead("prepare"), tmp_path / "c")
 
