@@ -64,7 +64,7 @@ FAULTS = {
         [],
         ["different training data", "node b"],
     ),
-    "one GPU for both": ("{devices}.Cpu.identity = lambda self: 'GPU-1'", [], [], ["same device, GPU-1"]),
+    "one GPU for both": ("{devices}.Cpu.identity = lambda self: 'GPU-1'", [], [], ["share the device GPU-1"]),
     "GPU in use": (
         "{devices}.Cpu.free_memory = lambda self: (1 << 28, 80 << 30)\n"
         "{devices}.Cpu.users = lambda self: ['process 4711 (python) holds 79000 MiB']",

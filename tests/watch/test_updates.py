@@ -103,7 +103,7 @@ def test_rows_that_change_between_updates_are_found_unless_code_has_written_them
             assert f" on rank {ranks[0]} have changed since the last update" in text
         else:
             assert text is None
-    told = "does not check updates any more: on each rank, rows have changed" in (tmp_path / "train.log").read_text()
+    told = "no longer checks updates: on each rank, rows have changed" in (tmp_path / "train.log").read_text()
     assert told == (how.startswith("silent") and not ends)
 
 

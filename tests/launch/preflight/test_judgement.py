@@ -95,7 +95,7 @@ def test_equal_ranks_have_no_fault():
             {"data": {2: {"data.train": "nothing"}}},
             "data",
             Level.FAULT,
-            "data.train is nothing on rank 2 (node b, cuda:0), and a folder on most ranks",
+            "data.train is nothing on rank 2 (node b, cuda:0), but a folder on most ranks",
         ),
         (
             {"memory": {0: (1 << 29, 80 << 30)}, "users": {0: ("process 7 (python) holds 70000 MiB",)}},
@@ -128,7 +128,7 @@ def test_folder_that_cannot_be_written_or_is_not_shared():
     access = [Access(""), Access(""), Access("Read-only file system"), Access("", unseen=(0,))]
     refused, blind = judgement.of_folder("/runs/a", access, TWO)
     assert refused.what == "/runs/a: rank 2 (node b, cuda:0) cannot write there: Read-only file system"
-    assert blind.what == ("/runs/a: rank 3 (node b, cuda:1) cannot see what rank 0 (node a, cuda:0) wrote there")
+    assert blind.what == ("/runs/a: rank 3 (node b, cuda:1) cannot see files that rank 0 (node a, cuda:0) wrote there")
     assert {refused.level, blind.level} == {Level.FAULT}
     (fine,) = judgement.of_folder("/runs/a", [Access("")] * 4, TWO)
     assert fine.level == Level.OK
