@@ -69,7 +69,7 @@ class _Gives(nn.Module):
         (
             lambda part: (part, part.norm(dim=-1, keepdim=True)),
             torch.ones(2, 6, 4),
-            r"\(2, 3, 4\), \(2, 3, 1\), and not 3",
+            r"\(2, 3, 4\), \(2, 3, 1\) instead of 3",
         ),
         (lambda part: {"hidden": part}, torch.ones(2, 6, 4), "a returns dict instead of 3 of 6 tokens"),
         (lambda part: part.mean(dim=1), torch.ones(2, 6, 4), r"a returns \(2, 4\) instead of 3"),

@@ -77,7 +77,7 @@ def test_a_scheduler_that_refuses(call, tool):
         ((*SLURM, "digits", "--nodes", "0"), "--nodes"),
         ((*SLURM, "digits", "--time", "soon"), "'soon' is not a time limit"),
         ((*SLURM, "digits", "--time", "1"), "--signal-before"),
-        ((*SLURM, "digits", "--sbatch", "a100"), "'a100' is no option"),
+        ((*SLURM, "digits", "--sbatch", "a100"), "'a100' is not an option"),
         ((*SLURM, "digits", "--gpus-per-node", "0"), "give --nproc N"),
         ((*SLURM, "digits", "--nproc", "5"), "5 ranks share 4 GPUs"),
         ((*SLURM, "digits", "--env", "NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE is not set here"),

@@ -55,7 +55,7 @@ def test_all_faults_are_named_at_once(tmp_path):
         assert "4 faults before the training" in message
         for part in (
             "2.12.1",
-            "optim.lr is 0.02 on rank 1 (node b, cpu), and 0.01",
+            "optim.lr is 0.02 on rank 1 (node b, cpu), but 0.01",
             "seed is 7",
             "optim.lr=0.01 seed=0",
         ):
