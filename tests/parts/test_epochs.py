@@ -150,7 +150,7 @@ def test_epochs_begin_and_end_with_a_line(tmp_path):
     results = Trainer(settings_of_epochs(), run_dir=tmp_path / "a", quiet=True).fit(Sized())
     lines = epoch_lines(tmp_path / "a")
     assert [line.split(":")[0] for line in lines] == [
-        f"epoch {number} of 3 {verb}" for number in (1, 2, 3) for verb in ("begins", "ends")
+        f"epoch {number} of 3 {verb}" for number in (1, 2, 3) for verb in ("starts", "ends")
     ]
     assert lines[2] == f"epoch 2 of 3 starts: steps {steps + 1} to {2 * steps}, learning rate 0.01, image size 16"
     shown = {
