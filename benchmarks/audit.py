@@ -1,11 +1,11 @@
-"""What the audit's observers cost: steps of a script with and without them, in blocks of one process.
+"""The cost of the audit's observers: steps of a script with and without them, in blocks of one process.
 
     python benchmarks/audit.py [--rounds 3] [--steps 1000] [--width 32] [--every 50 1]
 
 Two ranks train a small convolutional network with DDP, on one thread each, under the audit. Every 10 steps the
-observers are taken out of torch, or put in again, so both ways meet the same machine. Printed are, over the rounds, the
-median and the range of ratios: of the main thread's computing time, which other processes disturb less and which holds
-all that observers do, and of the time by the clock.
+observers are removed from torch or installed again, so both variants run on the same machine state. The output is, over
+the rounds, the median and the range of two ratios: of the main thread's computing time, which other processes disturb
+less and which includes all work of the observers, and of wall-clock time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SKIPPED = 40  # of the first steps, which start up
 
 
 def switch() -> Callable[[bool], None]:
-    """A function that takes all observers out of torch, or puts them in again."""
+    """A function that removes all observers from torch, or installs them again."""
     from lockstep_audit.observe import torch_private
     from lockstep_audit.observe.recorder import recorder
 
@@ -117,13 +117,13 @@ def measure(options: argparse.Namespace, every: int) -> tuple[dict[str, tuple[fl
     if any(rank.returncode for rank in ranks) or not lines:
         sys.exit(f"the script failed: {texts[0][-2000:]}")
     if len(events) != 2 or any(text.count('"kind":"step"') < options.steps // 2 - BLOCK for text in events):
-        sys.exit("events are missing: the observers did not see every step of theirs")
+        sys.exit("events are missing: the observers did not see each of their steps")
     told = json.loads(lines[0])
     found = {}
     for name, of, column in (
         ("median of computing", statistics.median, 1),
         ("mean of computing", statistics.fmean, 1),
-        ("median by the clock", statistics.median, 2),
+        ("median of wall-clock time", statistics.median, 2),
     ):
         plain, observed = ([step[column] for step in told["steps"] if step[0] is is_on] for is_on in (False, True))
         found[name] = of(plain), of(observed)
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, every: int) -> tuple[dict[str, tuple[fl
 
 
 def main() -> None:
-    """Measure, and print a line for each way."""
+    """Measure, and print a line for each variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)

@@ -1,9 +1,9 @@
-"""Seconds of a step on one rank with a thread for each core, while other processes keep the cores busy.
+"""Seconds per step on one rank with one thread per core, while other processes keep the cores busy.
 
     python benchmarks/busy.py [--busy 0 2] [--rounds 3]
 
-A small MLP in plain torch: with OpenMP's own waiting (`GOMP_SPINCOUNT=300000` is libgomp's default), with what
-`import lockstep` sets, and with one thread. The three alternate; what counts is the median of their medians.
+A small MLP in plain torch: with OpenMP's default waiting (`GOMP_SPINCOUNT=300000` is libgomp's default), with the
+settings of `import lockstep`, and with one thread. The three alternate; the result is the median of their medians.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
     python benchmarks/detection.py [--epochs 180] [--seed 0] [--data ../shared/data] [--keep RUN_DIR]
     python benchmarks/detection.py --plain [--epochs 180]     the same model and number of samples in a plain loop
     python benchmarks/detection.py --compare [--epochs 5] [--rounds 3]     both in turn, each on one thread
-    python benchmarks/detection.py --gather                   5,000 pictures with 300 boxes each, on two ranks
+    python benchmarks/detection.py --gather                   5,000 images with 300 boxes each, on two ranks
 
-The training is `lockstep train detection` on two ranks with one torch thread each, in bf16. What is quoted is the last
-evaluation (20 pictures, 243 boxes) and the seconds of the whole command. The plain loop is one process; it prepares
-pictures in the same way, and has no checkpoints, logs and moving average.
+The training is `lockstep train detection` on two ranks with one torch thread each, in bf16. The results are the last
+evaluation (20 images, 243 boxes) and the seconds of the whole command. The plain loop is one process; it prepares
+images in the same way, and has no checkpoints, logs and moving average.
 
-`--compare` trains in one process with one torch thread and no loader workers, without moving average, by the recipe and
-in the plain loop, and evaluates once. Quoted are the CPU seconds of the process, without imports.
+`--compare` trains in one process with one torch thread and no loader workers, without moving average, with the recipe
+and in the plain loop, and evaluates once. The results are the CPU seconds of the process, without imports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PICTURES, BOXES, CLASSES, MICRO = 5000, 300, 80, 8
 
 
 def train(data: Path, epochs: int, seed: int, keep: Path | None) -> None:
-    """Train by the recipe, and print the results."""
+    """Train with the recipe, and print the results."""
     command = [sys.executable, "-m", "lockstep", "train", "detection", "--nproc", "2"]
     with tempfile.TemporaryDirectory() as folder:
         run = keep or Path(folder, "run")
@@ -58,7 +58,7 @@ def train(data: Path, epochs: int, seed: int, keep: Path | None) -> None:
 
 
 def fit(data: Path, epochs: int, seed: int) -> dict[str, float]:
-    """Train by the recipe in this process, without moving average."""
+    """Train with the recipe in this process, without moving average."""
     from lockstep.configs.config_file import load
     from lockstep.trainer.trainer import Trainer
 
@@ -128,13 +128,13 @@ def plain(data: Path, epochs: int, seed: int) -> dict[str, float]:
 
 
 def compare(data: Path, epochs: int, rounds: int) -> None:
-    """Both ways in turn, in this process on one thread."""
+    """Both variants in turn, in this process on one thread."""
     import torch
 
     torch.set_num_threads(1)
     ratios = []
     for number in range(-1, rounds):
-        if number < 0:  # what is imported or compiled at the first use
+        if number < 0:  # imports and compilation at the first use
             fit(data, 1, 0)
             continue
         lockstep, loop = fit(data, epochs, number), plain(data, epochs, number)
@@ -148,7 +148,7 @@ def compare(data: Path, epochs: int, rounds: int) -> None:
 
 
 def gather_on_rank() -> None:
-    """On each of the ranks that torchrun started: fill the metric with random detections, and gather them."""
+    """On each rank that torchrun started: fill the metric with random detections, and gather them."""
     import torch
     from torchmetrics import MetricCollection
 
@@ -157,7 +157,7 @@ def gather_on_rank() -> None:
     from lockstep_recipes.tasks.vision.detection.coco_map import CocoMap
 
     class GatheredOnly(CocoMap):
-        """pycocotools is not called: what is measured is the gathering."""
+        """pycocotools is not called: this measures the gathering."""
 
         def compute(self) -> dict[str, torch.Tensor]:
             rows = sum(len(part) for part in self.boxes)
@@ -170,7 +170,7 @@ def gather_on_rank() -> None:
             ids = torch.tensor(mine[begin : begin + MICRO])
             shape = (len(ids), BOXES)
             metrics.update(torch.rand(*shape, 4) * 640, torch.rand(shape), torch.randint(0, CLASSES, shape), ids)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
         before = _memory("VmRSS")
         values, _ = metric_sync.compute(metrics, world)
         if world.rank == 0:
@@ -191,10 +191,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--epochs", type=int, default=180)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="the run directory, which is kept")
+    parser.add_argument("--keep", type=Path, help="keep the run directory here")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--gather", action="store_true")
-    parser.add_argument("--compare", action="store_true", help="the recipe and the plain loop, in turn")
+    parser.add_argument("--compare", action="store_true", help="run the recipe and the plain loop in turn")
     parser.add_argument("--rounds", type=int, default=3, help="of --compare")
     arguments = parser.parse_args()
     if arguments.gather:

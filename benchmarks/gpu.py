@@ -1,22 +1,21 @@
-"""Training on GPUs: throughput, share of the GPU's peak, overhead over a plain loop, and what saving costs.
+"""Training on GPUs: throughput, fraction of the GPU's peak, overhead over a plain loop, and the cost of saving.
 
     python benchmarks/gpu.py [--device cuda] [--gpus 1] [--rounds 7] [--channels-last] [--output FILE.md]
-    python benchmarks/gpu.py --device cpu --small --output page.md    # tiny sizes, to try the benchmark out
+    python benchmarks/gpu.py --device cpu --small --output page.md    # tiny sizes, to test the benchmark
 
 ResNet-50, a transformer like GPT-2 with 124 million parameters, and a Llama with 1.1 billion, all with random weights
-from a config of transformers. The data are synthetic, and come through worker processes and the ordinary loader:
-pictures of 224 pixels as uint8, and sequences of 1,024 or 2,048 tokens. AdamW, clipping, and a log
-entry every 10 steps.
+from a config of transformers. The data are synthetic, and come through worker processes and the ordinary loader: images
+of 224 pixels as uint8, and sequences of 1,024 or 2,048 tokens. AdamW, clipping, and a log entry every 10 steps.
 
-Lockstep and a plain loop have a model each in one process. With `--gpus N`, N ranks train with DDP in both; batches are
-those of a rank, and figures those of rank 0. Rounds of both alternate, each ends when the GPU is done;
-what counts is the median over rounds of the ratio of their times. The plain loop has pinned memory, copies that do not
-block, autocast, a loss scale for fp16, and the same optimizer.
+Lockstep and a plain loop have one model each in one process. With `--gpus N`, N ranks train with DDP in both; batches
+are per rank, and figures are those of rank 0. Rounds of both alternate, and each ends when the GPU is done; the result
+is the median over rounds of the ratio of their times. The plain loop uses pinned memory, non-blocking copies, autocast,
+a loss scale for fp16, and the same optimizer.
 
-FLOPs are those that `torch.utils.flop_counter` counts in a forward and a backward pass. MFU is their share of the peak
-that the maker states for dense matrices of this number format. Recomputation is not used.
+FLOPs are counted by `torch.utils.flop_counter` in a forward and a backward pass. MFU is their fraction of the peak that
+the vendor states for dense matrices of this number format. Recomputation is not used.
 
-The page is Markdown, to be appended to benchmarks/RESULTS.md.
+The page is Markdown, to append to benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from harness import made_steps
 
 LOG_EVERY = 10
 WARM_UP = 5  # steps before the clock starts
-SAVES = 3  # of each kind; one more before them is not counted: its buffers are cold
-POOL = 64  # different samples: more would measure the generator of random numbers
+SAVES = 3  # of each kind; one more comes first and does not count: its buffers are cold
+POOL = 64  # different samples: more would measure the random generator
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model is made of, and its batches."""
+    """The definition of a model, and its batches."""
 
     config: dict
-    """Arguments of the config of transformers, where they differ from the defaults."""
+    """Arguments of the transformers config that differ from the defaults."""
     batch: int
     side: int
-    """Pixels of a picture's side, or tokens of a sequence."""
+    """Pixels of an image's side, or tokens of a sequence."""
     memory_gb: float = 0.0
     """With less memory than this, batches have a quarter of the samples."""
 
@@ -114,7 +113,7 @@ SMALL = {
 
 
 def task_of(name, sizes):
-    """The task: the model, and a data set that is as long as anybody asks."""
+    """The task: the model, and a data set of any requested length."""
     import torch
     from torch.nn import functional
     from torch.utils.data import Dataset
@@ -228,7 +227,7 @@ class Plain:
 
 
 class Ours:
-    """The same through Lockstep's own objects and loop, with a log in two files."""
+    """The same through Lockstep's objects and loop, with a log in two files."""
 
     def __init__(self, task, world, options, folder):
         from lockstep.configs import config_file
@@ -263,7 +262,7 @@ class Ours:
         made_steps(self.prepared, batches, stop=self.prepared.state.step + steps)
 
     def save_times(self, device, mode):
-        """Seconds for which the training waits for a checkpoint, seconds until it is written, and its bytes."""
+        """Seconds that training waits for a checkpoint, seconds until it is written, and its bytes."""
         from lockstep.core.checkpoint.retention import CheckpointConfig
         from lockstep.core.checkpoint.saver import Saver
         from lockstep.core.parallel.signals import StopConsensus, StopFlag
@@ -321,7 +320,7 @@ def measure(task, options, *, rounds, steps, folder, saves):
         device = devices.of(world.device)
 
         def timed(way, count):
-            world.all_sum([0.0])  # the ranks begin together
+            world.all_sum([0.0])  # the ranks start together
             device.synchronize()
             begun = time.perf_counter()
             way.run(count)
@@ -414,7 +413,7 @@ def run_model(arguments):
 
 
 def peak_flops(name, precision, tf32):
-    """What the GPU can do at most in a second. None: not known."""
+    """The GPU's peak per second. None: unknown."""
     try:
         from lockstep.parts import peaks
     except ImportError:
@@ -457,7 +456,7 @@ def page(cases, arguments, command):
     lines = [
         f"## Training on {arguments.gpus} x {name}"
         if arguments.device == "cuda"
-        else "## Tried out on the CPU, not on a GPU"
+        else "## Tested on the CPU, not on a GPU"
     ]
     lines += [
         "",
@@ -465,10 +464,10 @@ def page(cases, arguments, command):
     ]
     lines += ["", f"`{command}`: {arguments.rounds} rounds of {arguments.steps} steps, {arguments.workers} workers."]
     if arguments.small:
-        lines.append("The models are tiny: the names say only which kind they are of.")
+        lines.append("The models are tiny: the names only state their kind.")
     lines += ["Load of the machine at the end: " + ", ".join(f"{load:.1f}" for load in os.getloadavg()) + ".", ""]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        lines += [f"torchtitan {importlib.metadata.version('torchtitan')} is installed, and was not run.", ""]
+        lines += [f"torchtitan {importlib.metadata.version('torchtitan')} is installed, but was not run.", ""]
     titles = ["model", "precision", "compile", "batch", "plain", "Lockstep", "ratio", "samples/s", "tokens/s"]
     titles += ["MFU, plain", "Lockstep"]
     titles += ["peak memory, plain", "Lockstep"]
@@ -497,7 +496,7 @@ def _cells(case, name):
     samples = case["batch"] / case["ours_s"]  # of a rank
     tokens = "" if case["model"] == "resnet50" else f"{samples * case['side']:,.0f}"
     most = peak_flops(name, case["precision"], case["tf32"])
-    mfu = [f"{case['flops'] / case[way] / most:.1%}" if most else "not known" for way in ("plain_s", "ours_s")]
+    mfu = [f"{case['flops'] / case[way] / most:.1%}" if most else "unknown" for way in ("plain_s", "ours_s")]
     peaks = [f"{case['peaks'][way] / 2**30:.2f} GiB" for way in ("plain", "ours")] if case["peaks"] else ["", ""]
     times = [f"{case['plain_s'] * 1e3:.1f} ms", f"{case['ours_s'] * 1e3:.1f} ms"]
     ratio = f"{case['ratio']:.3f} ({case['least']:.3f} to {case['largest']:.3f})"
@@ -511,19 +510,19 @@ def _row(cells):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--gpus", type=int, default=1, help="ranks, each with a GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="number of ranks, one per GPU")
     parser.add_argument("--channels-last", action="store_true", help="for ResNet-50")
-    parser.add_argument("--small", action="store_true", help="tiny models, to try the benchmark out")
+    parser.add_argument("--small", action="store_true", help="use tiny models, to test the benchmark")
     parser.add_argument("--models", nargs="+", default=list(FULL), choices=list(FULL))
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16", "fp32"], choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--compile", nargs="+", default=["off", "on"], choices=["off", "on"])
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--steps", type=int, help="of a round")
-    parser.add_argument("--batch", type=int, help="samples; default: what suits the model and the GPU's memory")
+    parser.add_argument("--steps", type=int, help="steps per round")
+    parser.add_argument("--batch", type=int, help="samples per batch; default: chosen for model and GPU memory")
     parser.add_argument(
         "--workers", type=int, help="loader processes of each way; default: half of the cores, at most 8"
     )
-    parser.add_argument("--output", type=Path, help="the file of the page; default: it is only printed")
+    parser.add_argument("--output", type=Path, help="write the page to this file; default: only print it")
     parser.add_argument("--as-model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or (2 if arguments.small else 7)
@@ -536,7 +535,7 @@ def main():
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU with torch's CUDA interface is visible: nothing was measured")
+        print("torch's CUDA interface sees no GPU: nothing was measured")
         return 0
     command = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     cases = []

@@ -1,7 +1,7 @@
-"""What the benchmarks share: rounds in which ways take turns, medians with their range, and tables.
+"""What the benchmarks share: rounds in which variants alternate, medians with their range, and tables.
 
-Other processes of a machine disturb single figures. So the ways that are compared take turns in each round, ratios are
-taken within a round, and what counts is the median over the rounds, shown with the least and the largest.
+Other processes of a machine disturb single figures. So the compared variants alternate in each round, ratios are taken
+within a round, and the result is the median over the rounds, shown with the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 
 def take_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: int = 0) -> dict[str, list[Any]]:
-    """Call each way once in each round. Every second round has them in the opposite order.
+    """Call each variant once in each round. Every second round runs them in the opposite order.
 
     Args:
         ways: functions by name.
-        rounds: that count.
-        warm_up: so many rounds come before these, and their results are dropped.
+        rounds: the number of rounds that count.
+        warm_up: the number of earlier rounds, whose results are dropped.
 
     Returns:
-        by name, what the way returned in each round that counts.
+        by name, the variant's return value in each round that counts.
     """
     found: dict[str, list[Any]] = {name: [] for name in ways}
     for number in range(warm_up + rounds):
@@ -38,22 +38,22 @@ def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """The median, with the least and the largest."""
+    """The median, with the minimum and the maximum."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def header(*names: str) -> None:
-    """The head of a table in Markdown. All columns but the first have numbers, on the right."""
+    """The header of a Markdown table. All columns except the first contain numbers, aligned right."""
     print(f"| {' | '.join(names)} |\n|---|{'---:|' * (len(names) - 1)}", flush=True)
 
 
 def row(*cells: object) -> None:
-    """A row of a table in Markdown."""
+    """A row of a Markdown table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """A free port of this machine."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])

@@ -1,26 +1,26 @@
-"""Pictures per second from JPEG files to batches: Lockstep, PIL with plain torch, transformers, kornia.
+"""Images per second from JPEG files to batches: Lockstep, PIL with plain torch, transformers, kornia.
 
-    pip install --no-deps kornia kornia_rs          # optional: systems that are not installed are left out
+    pip install --no-deps kornia kornia_rs          # optional: systems that are not installed are skipped
     python benchmarks/image_pipeline.py [--rounds 7] [--batch 64] [--batches 2] [--cases ABC]
     python benchmarks/image_pipeline.py --loader        # end to end: 2 workers, batches arrive in the main process
     python benchmarks/image_pipeline.py --operations    # operations on 224x224 pixels, by torch, PIL and kornia
 
-The pictures are real photographs (CamVid, BCCD), resized to 500x375, saved as JPEG of quality 90, and held in memory.
---data names the folder that has them, by default ../shared/data.
+The images are real photographs (CamVid, BCCD), resized to 500x375, saved as JPEG of quality 90, and held in memory.
+--data names their folder, by default ../shared/data.
 
     A    random resized crop to 224, flip
     B    random resized crop to 128, flip
     C    shorter side to 256, the centre of 224
 
-One process, one torch thread, seconds of CPU time, so that other processes count less. With --loader, seconds are those
-of the clock. Systems alternate in every round. What is quoted is the median of pictures per second, and the median over
-rounds of the ratio to `plain`, with the least and the greatest ratio.
+One process, one torch thread, seconds of CPU time, so that other processes matter less. With --loader, seconds are
+wall-clock time. Systems alternate in every round. The results are the median of images per second, and the median over
+rounds of the ratio to `plain`, with the minimum and the maximum.
 
     lockstep      `MicroBatches` with the functions of `pictures`: a uint8 batch, to be normalised on the device
     normalised    the same, and the batch is normalised on the CPU
     plain         PIL opens, converts, crops, resizes; NumPy, float, / 255, normalised by channel; default_collate
-    transformers  PIL opens, converts, crops; transformers' processor (for PIL) resizes, cuts the centre, normalises
-    kornia        PIL opens and converts; kornia's modules do the rest, on a float batch of one picture
+    transformers  PIL opens, converts, crops; transformers' processor (for PIL) resizes, crops the centre, normalises
+    kornia        PIL opens and converts; kornia's modules do the rest, on a float batch of one image
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def photographs(folder: Path, count: int) -> list[bytes]:
         for file in sorted(folder.glob(pattern))[: count // 2]
     ]
     if not files:
-        sys.exit(f"no pictures in {folder}: give --data, a folder with segmentation/camvid and detection/bccd")
+        sys.exit(f"no images in {folder}: give --data, a folder with segmentation/camvid and detection/bccd")
     pictures = []
     for file in files:
         written = io.BytesIO()
@@ -155,7 +155,7 @@ def transformers_sample(case: str):
 
     size = SIZES[case]
     constants = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD), "resample": 2}
-    if case == "C":  # Levit's resizes the shorter side to 256/224 of the size, and cuts out the centre
+    if case == "C":  # Levit's resizes the shorter side to 256/224 of the size, and crops the centre
         processor = LevitImageProcessorPil(size={"shortest_edge": 224}, crop_size=224, **constants)
     else:
         processor = ViTImageProcessorPil(size={"height": size, "width": size}, **constants)
@@ -233,7 +233,7 @@ def one_process(files: Files, options: argparse.Namespace) -> None:
 
         ways = {name: partial(speed, read) for name, read in prepared.items()}
         speeds = take_turns(ways, options.rounds, warm_up=1)
-        print(f"{case}: pictures per second on one core, and how often that is plain's")
+        print(f"{case}: images per second on one core, and the ratio to plain")
         report(speeds)
 
 
@@ -249,7 +249,7 @@ class PlainData(Dataset[torch.Tensor]):
 
 
 def with_workers(files: Files, options: argparse.Namespace) -> None:
-    """Time from asking for the first batch to holding the last. Workers are started before, and stay."""
+    """Time from requesting the first batch to receiving the last. Workers are already running, and stay."""
     count = options.batch * options.batches * 2
     plans = [
         MicroBatchPlan(tuple(range(first, first + options.batch)), 0, False) for first in range(0, count, options.batch)
@@ -267,7 +267,7 @@ def with_workers(files: Files, options: argparse.Namespace) -> None:
 
         ways = {name: partial(speed, batches) for name, batches in read.items()}
         speeds = take_turns(ways, options.rounds, warm_up=1)
-        print(f"{case}: pictures per second end to end with 2 workers, and how often that is plain's")
+        print(f"{case}: images per second end to end with 2 workers, and the ratio to plain")
         report(speeds)
 
 
@@ -339,7 +339,7 @@ def operations(files: Files, options: argparse.Namespace) -> None:
     kornia = None
     if importlib.util.find_spec("kornia"):
         import kornia
-    print("microseconds for a uint8 tensor of 224x224 pixels, to a uint8 tensor: median (least)")
+    print("microseconds for a uint8 tensor of 224x224 pixels, to a uint8 tensor: median (minimum)")
     for name, (ours, pil, other) in rows.items():
         ways = {"lockstep": ours, "PIL": by_pil(pil)}
         if kornia is not None:
@@ -360,16 +360,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=2, help="batches in a round")
-    parser.add_argument("--cases", default="ABC", help="letters of the cases")
+    parser.add_argument("--batches", type=int, default=2, help="batches per round")
+    parser.add_argument("--cases", default="ABC", help="letters of the cases to run")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--loader", action="store_true", help="end to end with 2 workers")
+    parser.add_argument("--loader", action="store_true", help="measure end to end with 2 workers")
     parser.add_argument("--operations", action="store_true", help="colour operations")
     options = parser.parse_args()
     torch.set_num_threads(1)
     files = Files(photographs(options.data, 128))
     mean = statistics.mean(map(len, files.pictures)) / 1000
-    print(f"{len(files)} pictures of 500x375 pixels, {mean:.0f} kB on average")
+    print(f"{len(files)} images of 500x375 pixels, {mean:.0f} kB on average")
     if options.operations:
         operations(files, options)
     elif options.loader:

@@ -1,17 +1,17 @@
-"""Accuracy and time of image classification from scratch on small data sets: `image_folder` as it is, and a plain CNN.
+"""Accuracy and time of image classification from scratch on small data sets: `image_folder` unchanged, and a plain CNN.
 
     python benchmarks/images.py FOLDER [FOLDER ...] [--seeds 3] [--epochs 60] [--only plain] [-o key=value ...]
 
-Each FOLDER has `train/` and `val/` (or `test/`), with a folder for each class. For each folder and seed it trains, one
+Each FOLDER has `train/` and `val/` (or `test/`), with one folder per class. For each folder and seed it trains, one
 after the other, in one process with one thread each:
 
 - `lockstep train image_folder data.train=FOLDER` with its defaults, and the options of `-o`
 - a plain CNN: four convolutions of 32 to 128 channels with batch norm and max-pooling, AdamW with a cosine, shifts and
-  flips, in bf16 autocast, for `--epochs` epochs, or for as many as the recipe had (`--epochs 0`), with pictures of the
+  flips, in bf16 autocast, for `--epochs` epochs, or for as many as the recipe had (`--epochs 0`), with images of the
   recipe's size
 
-It prints the accuracies on the evaluation pictures after the last epoch, their mean, the epochs, and the seconds of CPU
-time of the process, which depend less on what else the machine does than those of the clock.
+It prints the accuracies on the evaluation images after the last epoch, their mean, the epochs, and the CPU seconds of
+the process, which depend less on other load than wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EVAL = ("val", "test")
 
 
 class Trained(NamedTuple):
-    """What a training reached."""
+    """The result of a training."""
 
     accuracy: float
     epochs: int
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def recipe(data: Path, options: list[str], seed: int) -> tuple[Trained, int]:
-    """A training of the recipe, and the size of its evaluation pictures in pixels."""
+    """A training of the recipe, and the size of its evaluation images in pixels."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lockstep", "train", "image_folder", f"data.train={data}", f"seed={seed}"]
         command += ["log.pictures=0", *options, "--run-dir", f"{folder}/run"]
@@ -56,7 +56,7 @@ def recipe(data: Path, options: list[str], seed: int) -> tuple[Trained, int]:
 
 
 def plain(data: Path, epochs: int, size: int, seed: int) -> Trained:
-    """The same with the plain CNN, in a process of its own."""
+    """The same with the plain CNN, in a separate process."""
     used = _cpu_seconds()
     command = [sys.executable, __file__, str(data), "--plain-cnn", f"{epochs},{size},{seed}"]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -131,10 +131,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=60, help="of the plain CNN; 0: as many as the recipe")
+    parser.add_argument("--epochs", type=int, default=60, help="epochs of the plain CNN; 0: as many as the recipe")
     parser.add_argument("--only", choices=["recipe", "plain"])
-    parser.add_argument("--size", type=int, default=64, help="of pictures for --only plain")
-    parser.add_argument("-o", dest="options", action="append", default=[], help="an option of the recipe")
+    parser.add_argument("--size", type=int, default=64, help="image size for --only plain")
+    parser.add_argument("-o", dest="options", action="append", default=[], help="add an option to the recipe")
     parser.add_argument("--plain-cnn", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plain_cnn:

@@ -1,12 +1,12 @@
-"""Kill a training twenty times; the final weights must be bit for bit those of a run that nobody disturbed.
+"""Kill a training twenty times; the final weights must be bitwise equal to those of an undisturbed run.
 
     python benchmarks/kills.py [--random 10] [--whole 5] [--seed 0] [KEY=VALUE ...]
 
 2 ranks, DDP unless another strategy is given, digits, 600 steps with a checkpoint every 10. One command gets a SIGKILL
 of one rank at each stage of a checkpoint write and inside an evaluation, and at random times (start-up included), and
-restarts its ranks each time. In another run the launcher and all ranks are killed at random times, and the command is
-given again. Compared are the weights, the optimizer state, and the ledger: which samples every step used, on which
-rank.
+restarts its ranks each time. In another run, the launcher and all ranks are killed at random times, and the command is
+run again. The comparison covers the weights, the optimizer state, and the ledger: which samples every step used, on
+which rank.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _noting(run, micros, samples, want_norm=False):
 
 
 class Digits(Classification):
-    """The recipe digits, which keeps a ledger: which samples each optimizer step used."""
+    """The recipe digits, with a ledger: which samples each optimizer step used."""
 
     def __init__(self, train="digits", eval="digits", width=32):
         build.train_step = _noting
@@ -107,7 +107,7 @@ def children(pid):
 
 
 def result(run, ledger):
-    """The final state, and by step what each rank used; steps that were repeated must have used the same again."""
+    """The final state, and by step what each rank used; repeated steps must have used the same again."""
     newest = store.listed(run / "checkpoints")[0]
     assert newest.step == STEPS, newest.step
     assert not store.check(newest)
@@ -180,7 +180,7 @@ def main():
     parser.add_argument("--random", type=int, default=10)
     parser.add_argument("--whole", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", help="keys of the config, such as parallel.strategy=fsdp")
+    parser.add_argument("overrides", nargs="*", help="config keys, such as parallel.strategy=fsdp")
     arguments = parser.parse_args()
     SETTINGS.extend(arguments.overrides)
     rng = random.Random(arguments.seed)

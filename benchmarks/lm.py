@@ -8,15 +8,15 @@ All train the same Llama of transformers (four layers of 128, new) on the same t
 float32, the gradient clipped to 1, one torch thread per rank. A micro-batch is --micro rows of --length tokens:
 
     lockstep          rows packed with a mask by document
-    lockstep-padded   a paragraph in a row, micro-batches of similar length
+    lockstep-padded   one paragraph per row, micro-batches of similar length
     trl-packed        SFTTrainer(packing=True): its own packing (`bfd`), which it trains without padding
-    trainer-padded    transformers' Trainer: a paragraph in a row, padded to the longest of its micro-batch
-    plain             a loop over the packed rows of `lockstep`, which are read and collated in advance
+    trainer-padded    transformers' Trainer: one paragraph per row, padded to the longest of its micro-batch
+    plain             a loop over the packed rows of `lockstep`, read and collated in advance
 
-What is counted are tokens that are learned, per second, of all ranks. Runs of the systems alternate; each is a process
-per rank that leaves out its first two steps. What counts is the median over rounds of the ratios. After its steps, each
-system computes the loss on the same held-out paragraphs. The systems draw other paragraphs, and a packed step has more
-tokens than a padded step. So these losses show only that each system learns.
+It counts learned tokens per second, of all ranks. Runs of the systems alternate; each is a process per rank that leaves
+out its first two steps. The result is the median over rounds of the ratios. After its steps, each system computes the
+loss on the same held-out paragraphs. The systems draw different paragraphs, and a packed step has more tokens than a
+padded step. So these losses only show that each system learns.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_task(options, packed=True):
 
 
 def counted(collate, counts, labels="labels"):
-    """`collate`, with its number of places and of those that are not learned appended to `counts`."""
+    """`collate`, which also appends its number of positions and of unlearned positions to `counts`."""
 
     def collate_and_count(samples):
         batch = collate(samples)
@@ -90,12 +90,12 @@ def lockstep_worker(options, packed=True):
         trainer = Trainer(settings, run_dir=options.folder or own, quiet=True)
         trainer.fit(task, Clock())
         model = trainer.model
-    counts = counts[-(options.steps + WARM_UP) * options.accumulate :]  # without those of the checks before
+    counts = counts[-(options.steps + WARM_UP) * options.accumulate :]  # without those of the checks
     return times[WARM_UP : WARM_UP + options.steps + 1], counts, model
 
 
 def rows_of(options):
-    """The pieces of the paragraphs as the other systems take them: a list of tokens each."""
+    """The pieces of the paragraphs in the form of the other systems: a list of tokens each."""
     import torch
 
     task = make_task(options, packed=False)
@@ -148,7 +148,7 @@ def trainer_worker(options):
 
 
 def padding_collator(task):
-    """Pads to the longest row of the micro-batch, and labels padding as not learned; end tokens are learned."""
+    """Pads to the longest row of the micro-batch, and labels padding as unlearned; end tokens are learned."""
     from transformers import DataCollatorForSeq2Seq
 
     pad = DataCollatorForSeq2Seq(task.tokenizer)
@@ -229,7 +229,7 @@ WORKERS = {
 
 
 def held_loss(task, model):
-    """Nats by learned token of the first held-out paragraphs."""
+    """Nats per learned token of the first held-out paragraphs."""
     import torch
 
     data, total, count = task.eval_data(), 0.0, 0
@@ -252,7 +252,7 @@ def work(options):
     Path(options.result, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
     if os.environ["RANK"] == "0":
         loss = held_loss(make_task(options, packed=False), model)
-        print(f"      {options.worker}: {loss:.4f} nats by held-out token", file=sys.stderr, flush=True)
+        print(f"      {options.worker}: {loss:.4f} nats per held-out token", file=sys.stderr, flush=True)
 
 
 def main():
@@ -267,13 +267,13 @@ def main():
     if options.worker:
         work(options)
         return
-    for packed in (True, False):  # tokenised outside of the clock
+    for packed in (True, False):  # tokenised outside the measured time
         task = make_task(options, packed)
         task.train_data(), task.eval_data()
 
     def turn(system):
         run = measure(system, options, __file__, NAMES)
-        print(f"{system:<23} {described([run])}  {milliseconds(run, options):.0f} ms a step", flush=True)
+        print(f"{system:<23} {described([run])}  {milliseconds(run, options):.0f} ms per step", flush=True)
         return run
 
     found = take_turns({system: partial(turn, system) for system in options.systems}, options.rounds)

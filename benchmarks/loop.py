@@ -1,12 +1,11 @@
-"""Time per step of `lockstep.Loop` against the plain loop that it replaces, on one process.
+"""Time per step of `lockstep.Loop` compared with the plain loop that it replaces, on one process.
 
     python benchmarks/loop.py [--sizes small large] [--rounds 15] [--profile]
 
-Both train the same MLP with AdamW on batches of 64 samples of an ordinary data set, with `len` and `[index]`. They take
-turns in one process; what counts is the median over rounds of the ratio of their times. Set-up is outside the clock.
-The clock is the processor time of the process, all its threads included: both wait for nothing, and it does not count
-what other programs of the machine take.
-The Loop logs as it does by default; the plain loop logs nothing. `--profile` prints where the Loop spends its time.
+Both train the same MLP with AdamW on batches of 64 samples of an ordinary data set, with `len` and `[index]`. They
+alternate in one process; the result is the median over rounds of the ratio of their times. Set-up is not measured. Time
+is the processor time of the process with all its threads: neither variant waits, and other programs do not count. The
+Loop logs as it does by default; the plain loop logs nothing. `--profile` prints where the Loop spends its time.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             keep, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
             sys.stdout.flush()
-            os.dup2(null, 1)  # what the Loop prints costs it time, but is not for the reader
+            os.dup2(null, 1)  # the Loop's output takes time, but is not shown
             mine, theirs = training(hidden, layers), training(hidden, layers)
             loop = lockstep.Loop(*mine, data, global_batch=BATCH, epochs=options.rounds + 3, run_dir=f"{folder}/run")
             steps = iter(loop)

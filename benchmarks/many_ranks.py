@@ -3,20 +3,20 @@
     python benchmarks/many_ranks.py [--ranks 8 32 128] [--strategy ddp|fsdp] [--shard-ranks 8] [KEY=VALUE ...]
     python benchmarks/many_ranks.py --mesh 64 8
 
-With `--mesh`: what one of so many pretended ranks does to make the groups of FSDP's hybrid mesh, and nothing else.
+With `--mesh`: only what one of this many simulated ranks does to make the groups of FSDP's hybrid mesh.
 
 For each number of ranks: a model of some hundred parameters, 5 steps, a checkpoint, a look at the processes, a SIGKILL
-of a rank, a restart from the checkpoint, and a request to stop. All processes share the cores of this machine, so that
-seconds grow with the ranks. The seconds that a rank computes itself should not.
+of a rank, a restart from the checkpoint, and a request to stop. All processes share the cores of this machine, so
+wall-clock seconds grow with the ranks. The seconds that a rank itself computes should not.
 
 first step  from the command until the last rank has made its first step
-save        from the moment when the last rank begins to save until the checkpoint is complete
+save        from when the last rank starts to save until the checkpoint is complete
 restart     from SIGKILL of a rank until the last new rank has made a step
 step        the median of steps 2 to 5 on rank 0
-CPU s       that a rank computed until its first step, until its third step after the save, and until the first step of
+CPU s       computed by a rank until its first step, until its third step after the save, and until the first step of
             the restart: the mean of all ranks
-PSS MiB     of a rank, on average, where shared memory counts in shares; and of the launcher and the warm process
-files, sockets  open files of a rank, the most and the mean; sockets are among them
+PSS MiB     of a rank on average, with shared memory divided among its users; and of the launcher and the warm process
+files, sockets  open files of a rank, the maximum and the mean; they include sockets
 keys        in the store of the ranks, after the save
 """
 
@@ -68,7 +68,7 @@ COLUMNS = (
 
 
 def mark(name, value=0.0):
-    """Append a line to the file that the environment names; a line so short is written whole."""
+    """Append a line to the file that the environment names; a line this short is written atomically."""
     words = (time.time(), time.process_time(), os.environ["RANK"], os.getpid(), name, value)
     with open(os.environ["MARKS"], "a") as file:
         file.write(" ".join(map(str, words)) + "\n")
@@ -94,7 +94,7 @@ class Tiny(Task):
 
 
 class Marks(Part):
-    """Marks the first steps and the save, then makes steps rare: the processes wait to be looked at."""
+    """Marks the first steps and the save, then slows steps down so that the processes can be examined."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -143,7 +143,8 @@ class Job:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def wait(self, name, without=frozenset()):
-        """The marks `name` of all ranks that are no processes of `without`: time, CPU seconds, rank and process id."""
+        """The marks `name` of all ranks whose processes are not in `without`: time, CPU seconds, rank and process
+        id."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             for line in self.marks:
@@ -160,7 +161,7 @@ class Job:
         return self
 
     def __exit__(self, *_):
-        """Ask to stop, and end what does not."""
+        """Ask to stop, and end whatever does not."""
         self.process.terminate()
         try:
             self.process.wait(120)
@@ -175,13 +176,13 @@ class Job:
 
 
 def pss_mib(pid):
-    """Memory of a process, in which pages that N processes share count as 1/N."""
+    """Memory of a process; pages that N processes share count as 1/N."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
 
 
 def open_files(pid):
-    """What the open files of a process are."""
+    """The kinds of the open files of a process."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -250,7 +251,7 @@ def measure(options, ranks):
 
 
 def measure_mesh(shape):
-    """CPU seconds, barriers and groups of one rank, where no other rank is there."""
+    """CPU seconds, barriers and groups of one rank, without any other rank."""
     from unittest import mock
 
     import torch.distributed as dist
@@ -271,10 +272,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--strategy", default="ddp", choices=("ddp", "fsdp"))
-    parser.add_argument("--shard-ranks", type=int, help="FSDP: shard over groups of so many ranks")
-    parser.add_argument("--files", action="store_true", help="also the kinds of open files of the last rank")
-    parser.add_argument("--marks", action="store_true", help="also when ranks passed some places")
-    parser.add_argument("--mesh", type=int, nargs=2, help="replicas and shards of a hybrid mesh")
+    parser.add_argument("--shard-ranks", type=int, help="shard over groups of this many ranks (FSDP)")
+    parser.add_argument("--files", action="store_true", help="also print the kinds of open files of the last rank")
+    parser.add_argument("--marks", action="store_true", help="also print when ranks reached certain points")
+    parser.add_argument("--mesh", type=int, nargs=2, help="number of replicas and shards of a hybrid mesh")
     parser.add_argument("keys", nargs="*", default=[], help="KEY=VALUE of the config")
     options = parser.parse_args()
     if options.mesh:

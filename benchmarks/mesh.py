@@ -1,11 +1,11 @@
-"""Trainings and plans on a mesh: how far bf16 ends from float64, what a tensor group keeps, and plans of a large Llama.
+"""Trainings and plans on a mesh: the error of bf16 against float64, memory of a tensor group, plans of a large Llama.
 
-    python benchmarks/mesh.py bf16     # trainings in bf16 and fp32, beside the same training in float64
+    python benchmarks/mesh.py bf16     # trainings in bf16 and fp32, compared with the same training in float64
     python benchmarks/mesh.py kept     # bytes that the forward pass of a Llama keeps, on each rank of a tensor group
     python benchmarks/mesh.py llama    # activations of one text, as `lockstep plan` counts them, at tensor=1 and 8
     lockstep plan benchmarks/mesh.py:Chunks --gpus 8 --gpu H100 precision=bf16 batch.global=1 parallel.tensor=8
 
-The last reads this file as a task: a Llama of 8 billion parameters on texts of 8,192 tokens.
+The last command reads this file as a task: a Llama of 8 billion parameters on texts of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def trained(parallel: dict[str, Any], world: int, seed: int, precision: str, by_tokens: bool) -> tuple[Any, Any]:
-    """Weights in float64, and the loss of the last step. AdamW would make much of rounding in small gradients."""
+    """Weights in float64, and the loss of the last step. AdamW would amplify rounding in small gradients."""
     from tests import runs
     from tests.mesh.mesh_cases import BY_TOKENS, PLAN, Model
 
@@ -69,8 +69,8 @@ def trained(parallel: dict[str, Any], world: int, seed: int, precision: str, by_
 
 
 def bf16() -> None:
-    """How far trainings in bf16 on a mesh, and on one process, end from the same training in float64."""
-    import mesh as bench  # ranks import it by its name
+    """The distance of trainings in bf16 on a mesh, and on one process, from the same training in float64."""
+    import mesh as bench  # ranks import it by name
 
     from tests.ranks import run_ranks
 
@@ -79,7 +79,7 @@ def bf16() -> None:
         return (squares / sum(float(one.square().sum()) for one in right[0].values())) ** 0.5
 
     right = {seed: run_ranks(1, bench.trained, {}, 1, seed, "float64", False)[0] for seed in SEEDS}
-    print(f"Distance from float64 after {STEPS} steps: median (least to largest) of {len(SEEDS)} seeds\n")
+    print(f"Distance from float64 after {STEPS} steps: median (minimum to maximum) of {len(SEEDS)} seeds\n")
     print("| ranks | precision | weights | loss |\n|---|---|---:|---:|")
     for precision in ("bf16", "fp32"):
         for name, (world, parallel) in LAYOUTS.items():
@@ -109,7 +109,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def kept(texts: str, options: dict[str, Any], tensor: int) -> tuple[int, int]:
-    """Bytes that the third pass keeps, without the parameters, and the most words of a tensor in it."""
+    """Bytes that the third pass keeps, without the parameters, and the largest number of words of a tensor in it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from lockstep.core.parallel.sharded_tensor import local
@@ -158,7 +158,7 @@ def kept(texts: str, options: dict[str, Any], tensor: int) -> tuple[int, int]:
 
 def kept_main() -> None:
     """Bytes that a forward pass of a Llama keeps for the backward pass, on each rank of a tensor group."""
-    import mesh as bench  # ranks import it by its name
+    import mesh as bench  # ranks import it by name
 
     from tests import lm_cases
     from tests.ranks import run_ranks
@@ -180,7 +180,7 @@ SIZES |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddin
 
 
 class Logits(Task):
-    """All logits at once; the last layer is cut, and its outputs are gathered."""
+    """All logits at once; the last layer is sharded, and its outputs are gathered."""
 
     def model(self) -> nn.Module:
         import transformers
@@ -196,7 +196,7 @@ class Logits(Task):
 
 
 class Chunks(Logits):
-    """Logits of 1,024 tokens at a time, as the recipe `lm` has them; the last layer and the embedding are whole."""
+    """Logits of 1,024 tokens at a time, as in the recipe `lm`; the last layer and the embedding are whole."""
 
     def tensor_plan(self):
         import transformers
@@ -215,7 +215,7 @@ class Chunks(Logits):
 
 
 class Parts(Chunks):
-    """The same; between cut layers, each rank has its part of the tokens."""
+    """The same; between sharded layers, each rank has its part of the tokens."""
 
     def tensor_plan(self):
         blocks = {"model.layers.*": "sequence_parallel", "model.layers.*.self_attn": "sequence_gather"}
@@ -223,10 +223,10 @@ class Parts(Chunks):
 
 
 def llama() -> None:
-    """What tensor parallelism leaves whole."""
+    """What tensor parallelism does not shard."""
     from lockstep_lab.plan.facts import facts_of
 
-    print("GB of one text in bf16, at the largest moment of the passes, and kept for the backward pass\n")
+    print("GB of one text in bf16, at the peak of the passes, and kept for the backward pass\n")
     print("| loss | recomputed | tensor | largest | kept | of kept, whole on each GPU |\n|---|---|---:|---:|---:|---:|")
     for task in (Logits, Chunks, Parts):
         for again in (False, True):

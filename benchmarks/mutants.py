@@ -1,14 +1,13 @@
-"""Break the engine or a task in many ways, one way at a time, and find out which check of `lockstep verify` notices it.
+"""Break the engine or a task in many ways, one at a time, and find out which check of `lockstep verify` notices it.
 
     .venv/bin/python benchmarks/mutants.py [NAME ...] [--nproc 2] [--all-checks] [--write benchmarks/MUTANTS.md]
 
 Each fault is written into a copy of the package's source, and `lockstep verify` runs in that copy, as it would with a
-fault of our own. The same trainings without a fault are verified first, with the same checks. So a fault that is found
-later is no false alarm.
+real fault. The same trainings without a fault are verified first, with the same checks, to rule out false alarms.
 
 A fault counts as found by comparison if a check compared two things and found them different. It counts as found by a
-crash if the training of the check ended with an error, and as found by a note if a note of the check names it. Where a
-mutant says which words must name the cause, no other words count.
+crash if the check's training ended with an error, and as found by a note if a note of the check names it. If a mutant
+specifies words for the cause, only these words count.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def write_copy(mutant: Mutant, folder: Path) -> None:
     for path, source, edited in mutants.edited_sources(mutant):
         file = folder / next(path.relative_to(one) for one in sources if path.is_relative_to(one))
         text = file.read_text()
-        assert text.count(source) == 1, f"{path} holds the function {text.count(source)} times"
+        assert text.count(source) == 1, f"{path} contains the function {text.count(source)} times"
         file.write_text(text.replace(source, edited))
 
 
 def verify(mutant: Mutant, checks: Sequence[str], folder: Path, *, nproc: int, steps: int) -> Outcome:
-    """What the command `lockstep verify` says in a copy of the package with the edits of `mutant`."""
+    """The output of `lockstep verify` in a copy of the package with the edits of `mutant`."""
     write_copy(mutant, folder / "source")
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -80,31 +79,31 @@ def is_crash(reason: str) -> bool:
 def verify_bases(
     names: Sequence[str], verify: Callable[[str, Sequence[str]], Outcome], all_checks: bool
 ) -> dict[str, Outcome]:
-    """What verify says of each base that the mutants `names` break, by base."""
+    """The result of verify for each base that the mutants `names` break, by base."""
     outcomes = {}
     for base in dict.fromkeys(MUTANTS[name].base for name in names):
         checks = list(dict.fromkeys(MUTANTS[name].check for name in names if MUTANTS[name].base == base))
         outcomes[base] = outcome = verify(base, [] if all_checks else checks)
         faults = "; ".join(f"{check}: {outcome.checks[check].reason}" for check in outcome.faults)
-        print(f"as it is  {base:24} {outcome.seconds:5.1f} s  {outcome.error or faults or 'no fault'}", flush=True)
+        print(f"unbroken {base:24} {outcome.seconds:5.1f} s  {outcome.error or faults or 'no fault'}", flush=True)
     return outcomes
 
 
 def ordered(check: str, all_checks: bool) -> list[str]:
-    """The names of the checks to make: first the check that must find the fault."""
+    """The names of the checks to run: first the check that must find the fault."""
     from lockstep_lab.verify.checks import CHECKS
 
     return [check, *(name for name in CHECKS if name != check)] if all_checks else [check]
 
 
 def shortened(text: str, length: int = 160) -> str:
-    """The first line of a text as the cell of a table."""
+    """The first line of a text as a table cell."""
     line = text.splitlines()[0] if text else ""
     return (line if len(line) <= length else f"{line[: length - 3]}...").replace("|", "\\|")
 
 
 def reason(name: str, outcome: Outcome) -> str:
-    """The reason that was given by the check that must find the fault, or else by the first check that found it."""
+    """The reason of the check that must find the fault, or of the first check that found it."""
     mutant = MUTANTS[name]
     check = outcome.checks.get(mutant.check)
     if mutant.note and check is not None and mutant.is_found(outcome):
@@ -115,7 +114,7 @@ def reason(name: str, outcome: Outcome) -> str:
 
 
 def row(name: str, outcome: Outcome) -> str:
-    """A row of the table. The check that must find the fault is bold where it found it and named its cause."""
+    """A row of the table. The check that must find the fault is bold if it found it and named its cause."""
     mutant = MUTANTS[name]
     noticed = [mutant.check] if mutant.note and mutant.is_found(outcome) else outcome.faults
     is_found = {mutant.check} if mutant.is_found(outcome) else {}
@@ -133,7 +132,7 @@ def earlier_rows(text: str) -> dict[str, str]:
 
 
 def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], nproc: int) -> str:
-    """The Markdown page. Mutants that have no outcome keep their rows in the text `before`."""
+    """The Markdown page. Mutants without an outcome keep their rows from the text `before`."""
     earlier = earlier_rows(before)
     rows = {name: row(name, outcomes[name]) if name in outcomes else earlier.get(name, "") for name in MUTANTS}
     rows, waiting = {name: text for name, text in rows.items() if text}, [name for name in MUTANTS if not rows[name]]
@@ -171,16 +170,16 @@ def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help="of mutants or of checks; default: all")
+    parser.add_argument("names", nargs="*", help="names of mutants or checks; default: all")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
         "--all-checks",
         action="store_true",
-        help="make every check on every mutant, and not only the check that must find the fault",
+        help="run every check on every mutant, not only the check that must find the fault",
     )
     parser.add_argument(
-        "--write", type=Path, help="a Markdown file for the table; rows of mutants that are not named stay"
+        "--write", type=Path, help="write the table to this Markdown file; rows of other mutants are kept"
     )
     options = parser.parse_args()
     names = [name for name, mutant in MUTANTS.items() if not options.names or {name, mutant.check} & {*options.names}]
@@ -204,7 +203,7 @@ def main() -> int:
             by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
             text = f"{by}: {shortened(reason(name, outcome), 110)}"
             print(f"{word:9} {name:60} {mutant.check:13} {outcome.seconds:5.1f} s  {text}", flush=True)
-            if options.write is not None:  # after each, since all of them take hours
+            if options.write is not None:  # after each, because all of them take hours
                 before = options.write.read_text() if options.write.exists() else ""
                 options.write.write_text(table(outcomes, before, bases, options.nproc))
         seconds = time.perf_counter() - start

@@ -1,12 +1,12 @@
-"""Several nodes as network namespaces with addresses of their own, gloo between them: exactness, and time to recover.
+"""Several nodes as network namespaces with their own addresses, gloo between them: exactness, and time to recover.
 
     python benchmarks/nodes.py [--rounds 3] [--parts exact,slow,killed,lost,cut,joined]
 
-Needs Linux and root. One rank on each node, one thread for each rank. `exact`: digits, one epoch, on 2 and on 3 nodes;
-the weights must be bit for bit those of as many ranks on one node. `slow`: the same on 2 nodes, over a link with 200 ms
-of delay in each direction and 1 % loss. The other parts measure seconds from an event to the first new step, in a
+Requires Linux and root. One rank per node, one thread per rank. `exact`: digits, one epoch, on 2 and on 3 nodes; the
+weights must be bitwise equal to those of as many ranks on one node. `slow`: the same on 2 nodes, over a link with 200
+ms of delay in each direction and 1 % loss. The other parts measure seconds from an event to the first new step, in a
 training on nodes that may come and go (`--nnodes 1:3`): a rank is `killed`; a node is `lost` (its launcher and ranks
-are killed); its link is `cut`; a node has `joined` (from the moment when its command is given).
+are killed); its link is `cut`; a node has `joined` (from when its command is started).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOG = ["log.writers=[text_log,json_lines]", "device=cpu"]
 
 
 class Slow(Task):
-    """A small model whose steps take a given time."""
+    """A small model with steps of a given duration."""
 
     def __init__(self, step_s: float = 0.0) -> None:
         self.step_s = step_s
@@ -95,7 +95,7 @@ def recover(folder, number, parts):
 
     def measure(name, happen):
         found[name] = training.event(happen)
-        print(f"  {name}: {found[name]:.1f} s, went on at step {training.starts()[-1][1]}", flush=True)
+        print(f"  {name}: {found[name]:.1f} s, resumed at step {training.starts()[-1][1]}", flush=True)
 
     with Namespaces(3) as cluster:
         training = Training(cluster, folder / f"recover-{number}", "1:3", *SLOW, *LOG, "log.every_steps=1")

@@ -1,14 +1,14 @@
-"""Time per step of Lockstep against a hand-written plain loop that does the same work.
+"""Time per step of Lockstep compared with a hand-written plain loop that does the same work.
 
     python benchmarks/overhead.py [--data map tensors collate] [--ranks 1 2] [--sizes small large] [--rounds 15]
 
 The data are, by --data: `map`, an ordinary data set with `len` and `[index]`, as most are; `tensors`, a TensorDataset,
-which Lockstep reads a micro-batch at a time; `collate`, a TensorDataset under a task with a `collate` of its own.
+which Lockstep reads a micro-batch at a time; `collate`, a TensorDataset under a task with its own `collate`.
 
 Both train the same MLP on the same batches with AdamW, log the mean loss to TensorBoard, a text file and a progress bar
-every 50 steps, and use DDP from two ranks on. In one process (per rank), rounds of both alternate; what counts is the
-median over rounds of the difference and of the ratio of their time per step. Set-up is outside the clock for both.
-Lockstep runs with its default logging: console, train.log, metrics.jsonl, TensorBoard.
+every 50 steps, and use DDP from two ranks on. In one process (per rank), rounds of both alternate; the result is the
+median over rounds of the difference and the ratio of their time per step. Set-up is not measured for either. Lockstep
+runs with its default logging: console, train.log, metrics.jsonl, TensorBoard.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Plain:
 
 
 class Ours:
-    """The same through Lockstep's own objects and loop; a round is one epoch."""
+    """The same through Lockstep's objects and loop; a round is one epoch."""
 
     def __init__(self, task, world, folder):
         from lockstep.trainer.trainer import Trainer
@@ -161,7 +161,7 @@ def rank_main(size, rounds, kind):
         plain, ours = Plain(task, world.size, world.rank), Ours(task, world, folder)
         sys.stdout.flush()
         keep, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # what the loops print costs them time, but is not for the reader
+        os.dup2(null, 1)  # the loops' output takes time, but is not shown
         ways = {name: partial(loop.run, folder) for name, loop in (("ours", ours), ("plain", plain))}
         times = take_turns(ways, rounds, warm_up=1)
         pairs = [(1e3 * p, 1e3 * o) for p, o in zip(times["plain"], times["ours"], strict=True)]
@@ -177,7 +177,7 @@ def rank_main(size, rounds, kind):
 
 
 def memory_main(which):
-    """Peak memory of a process that trains a few steps in one way only."""
+    """Peak memory of a process that trains a few steps in only one of the ways."""
     import torch
 
     torch.set_num_threads(1)

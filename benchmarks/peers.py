@@ -1,23 +1,23 @@
-"""Lockstep beside Lightning, Accelerate, transformers' Trainer and a plain loop: the same trainings, interleaved.
+"""Lockstep compared with Lightning, Accelerate, transformers' Trainer and a plain loop: the same trainings,
+interleaved.
 
     make bench-peers        # makes a venv with the pinned versions of benchmarks/peers.txt, and runs this
     python benchmarks/peers.py [--parts steps launch ...] [--rounds 5] [--systems ...] [--tiny]
 
 All parts train one small network on the CPU with two ranks and one thread each, without progress bars and trackers.
-Each system is used as its documentation says: `peers_trainings.py`. Medians over rounds; in a round the systems
-alternate.
+Each system is used as documented: `peers_trainings.py`. Medians over rounds; in a round the systems alternate.
 
     steps    seconds per step, and the ratio to the plain loop
     launch   seconds from the command to the end of the first step
-    save     seconds by which a save holds up a training of --parameters weights, whatever it does in the background
+    save     seconds that a save pauses a training of --parameters weights, including background work
     restart  seconds from SIGKILL of a rank to the end of the next step, under torchrun; Lockstep under its own launcher
-    exact    one update over 29 samples with unequally many units: distance from the update of one process that has
-             all samples at once, as a share of this update
-    resume   a training ends without a word in the middle of its second epoch, and is started again: samples that
+    exact    one update over 29 samples with unequal numbers of units: distance from the update of one process with
+             all samples at once, as a fraction of this update
+    resume   a training is killed in the middle of its second epoch, and restarted: samples that
              were trained twice, or never, in the whole training
-    kill     all processes are killed while a checkpoint is written: how often the next start goes on, begins anew,
-             fails
-    text, lm    `text.py` and `lm.py`, which have tables of their own
+    kill     all processes are killed while a checkpoint is written: how often the next start resumes, starts again,
+             or fails
+    text, lm    `text.py` and `lm.py`, which have their own tables
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SYSTEMS = ("plain", "lockstep", "lightning", "accelerate", "trainer")
 RANKS = 2
 HANG_S = 300
 LR_OF_WIDE = 1e-6
-"""Wide networks diverge at the rate of the others: Lockstep ends such a training, and others go on with NaN."""
+"""Wide networks diverge at the others' rate: Lockstep ends such a training, and the others continue with NaN."""
 OTHERS = {
     "text": ["text.py", "--systems", "plain", "lockstep", "trainer"],
     "lm": ["lm.py", "--systems", "lockstep", "trl-packed", "trainer-padded", "plain"],
@@ -51,7 +51,7 @@ OTHERS = {
 
 
 class Run:
-    """A training of one system in a folder, which may be started several times."""
+    """A training of one system in a folder; it may be started several times."""
 
     def __init__(self, system, folder, **job):
         self.system, self.folder, self.starts = system, Path(folder), 0
@@ -86,7 +86,7 @@ class Run:
         return [sys.executable, "-m", "lockstep", "train", f"{file}:Regression", *settings, *given]
 
     def start(self, restarts=0, **change):
-        """Start the training, in a session of its own."""
+        """Start the training in its own session."""
         self.notes = self.folder / f"notes-{self.starts}"
         self.notes.mkdir(parents=True)
         self.starts += 1
@@ -123,7 +123,7 @@ class Run:
         self.log.close()
 
     def read(self, rank=0):
-        """The notes of a rank in their order. A line that a kill has cut off is left out."""
+        """The notes of a rank in order. A line that a kill has truncated is left out."""
         path, found = self.notes / f"rank-{rank}.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -226,7 +226,7 @@ def exact(system, folder, options):
 
 
 def resume(system, folder, options):
-    """Samples trained twice, and samples that were left out, in a training of two epochs."""
+    """Samples trained twice, and samples left out, in a training of two epochs."""
     run = Run(system, folder, samples=200, epochs=2, save_every=5)
     run.start(die_at=28).wait()
     before = [_by_step(run.read(rank)) for rank in range(RANKS)]
@@ -253,10 +253,10 @@ def _by_step(notes):
 
 
 def kill(system, folder, options):
-    """What the start after a kill does: it goes on, begins anew, or fails."""
+    """What the start after a kill does: it resumes, starts again, or fails."""
     width = 200 if options.tiny else int((options.parameters * 1e6) ** 0.5)
     run = Run(system, folder, samples=200, epochs=2, width=width, save_every=5, lr=LR_OF_WIDE).start()
-    ready = run.wait_for(lambda: len(run.steps()) >= 10)  # one checkpoint is whole; the second one begins now
+    ready = run.wait_for(lambda: len(run.steps()) >= 10)  # one checkpoint is complete; the second one starts now
     if not ready:
         raise RuntimeError(f"{system} did not train: {(folder / 'log-1.txt').read_text()[-2000:]}")
     time.sleep(random.random() * (0.1 if options.tiny else 1.0))
@@ -264,15 +264,15 @@ def kill(system, folder, options):
     code = run.start().wait()
     if code != 0 or not run.steps():
         return "fails"
-    return "goes on" if run.steps()[0]["step"] > 1 else "begins anew"
+    return "resumes" if run.steps()[0]["step"] > 1 else "starts again"
 
 
 PARTS = {
     "steps": (steps, 1e3, "ms per step"),
     "launch": (launch, 1, "s from the command to the first step"),
-    "save": (save, 1, "s by which a save holds up the training"),
+    "save": (save, 1, "s that a save pauses training"),
     "restart": (restart, 1, "s from the kill of a rank to the next step"),
-    "exact": (exact, 1, "distance from the right update, as a share of it"),
+    "exact": (exact, 1, "distance from the correct update, as a fraction of it"),
     "resume": (resume, None, "samples trained twice / left out"),
     "kill": (kill, None, "start after a kill while saving"),
 }
@@ -280,7 +280,7 @@ ONCE = ("exact", "resume")
 
 
 def measure(name, systems, options, folder):
-    """A row for each part: what each system got."""
+    """A row for each part: the result of each system."""
     function, scale, _ = PARTS[name]
     values = {system: [] for system in systems}
     rounds = 1 if name in ONCE else options.rounds
@@ -333,8 +333,8 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *OTHERS], default=[*PARTS, *OTHERS])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parameters", type=float, default=20, help="of the models that are saved, in millions")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, which show that it runs and nothing else")
+    parser.add_argument("--parameters", type=float, default=20, help="millions of parameters of the saved models")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, which only show that it runs")
     options = parser.parse_args()
     print(versions(), flush=True)
     print(f"\n| | {' | '.join(options.systems)} |\n|---|{'---|' * len(options.systems)}", flush=True)

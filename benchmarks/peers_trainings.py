@@ -1,10 +1,10 @@
-"""For `peers.py`: one training, written for five systems as their documentation says, with what happened in notes.
+"""For `peers.py`: one training, written for five systems according to their documentation, with notes on what happened.
 
-The job is a JSON object in the environment variable JOB; NOTES is the folder of the notes. A rank appends a line for
+The job is a JSON object in the environment variable JOB; NOTES is the folder for notes. A rank appends a line for
 each micro-batch (the samples in it) and for each step (its number, the time) to `NOTES/rank-R.jsonl`.
 
 A sample is (index, x, y, units). The loss of a batch is the sum of units * squared error, divided by the sum of units:
-units are what labels, tokens or pixels are elsewhere, and samples have unequally many.
+units represent labels, tokens or pixels, and samples have unequal numbers of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JOB = {
     "width": 32,
     "save_every": 0,  # steps
     "lr": 0.1,
-    "die_at": 0,  # the step after which the process ends without a word
+    "die_at": 0,  # the step after which the process ends abruptly
     "folder": "",  # for checkpoints
 } | json.loads(os.environ.get("JOB", "{}"))
 FEATURES = 16
@@ -80,7 +80,7 @@ def note_step(step):
 
 
 def keep(model):
-    """The weights at the end, of rank 0."""
+    """The final weights, of rank 0."""
     if os.environ.get("RANK", "0") == "0":
         torch.save(
             {name: tensor.clone() for name, tensor in model.state_dict().items()}, Path(os.environ["NOTES"], "end.pt")
@@ -95,7 +95,7 @@ def per_rank():
     return JOB["batch"] // world()
 
 
-# ---- plain torch, as its tutorials write it
+# ---- plain torch, as in its tutorials
 
 
 def plain():
@@ -302,7 +302,7 @@ def _lockstep():
         """Notes steps."""
 
         def start(self, training):
-            _note(start=training.step)  # batches before this were tried before the first step
+            _note(start=training.step)  # earlier batches were tried before the first step
 
         def after_step(self, training):
             note_step(training.step)

@@ -1,17 +1,19 @@
-"""`lockstep plan` against real trainings on the CPU: states, activations and peak of one rank, in bytes of tensors.
+"""`lockstep plan` compared with real trainings on the CPU: states, activations and peak of one rank, in bytes of
+tensors.
 
     python benchmarks/plan.py [--models bert,resnet,vit,segformer,gpt2] [--ranks 1,2] [--json FILE]
     python benchmarks/plan.py --more --models small --ranks 1,2,4    # precisions, accumulation, averages, hybrid
     python benchmarks/plan.py --more --real FILE        # with the real bytes of an earlier --json FILE
     python benchmarks/plan.py --large       # the time and the memory of planning a model of 7 billion parameters
 
-Real is the second step of `core.step.train_step` in a new process for each rank. It shares no code with the estimate:
+Real figures come from the second step of `core.step.train_step` in a new process per rank. It shares no code with the
+estimate:
 
-states       bytes of the storages of all tensors as the update begins, without data and batch
-activations  bytes that malloc has given out as the first backward pass begins, less those at the beginning of the step.
-             With FSDP, without the gathered parameters outside of the blocks
-peak         bytes of storages at the beginning of the step, and the most that malloc gave out beyond, as seen after
-             each operation. What gloo's threads hold counts, too
+states       bytes of the storages of all tensors when the update begins, without data and batch
+activations  bytes that malloc has allocated when the first backward pass begins, minus those when the step began.
+             With FSDP, without the gathered parameters outside the blocks
+peak         bytes of storages when the step began, plus the maximum that malloc allocated beyond, checked after
+             each operation. Memory of gloo's threads also counts
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Pretend(Task):
     def model(self) -> nn.Module:
         import transformers as hf
 
-        if self.name == "small":  # quick in all precisions: CPUs compute fp16 slowly
+        if self.name == "small":  # fast in all precisions: CPUs compute fp16 slowly
             sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
             return hf.BertForSequenceClassification(hf.BertConfig(num_labels=4, vocab_size=8000, **sizes))
         if self.name == "bert":
@@ -183,7 +185,7 @@ def measure(model: str, ranks: int, cases: list[Case]) -> list[dict[str, float]]
 
 
 class Info(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -199,13 +201,13 @@ _mallinfo.restype = Info
 
 
 def allocated() -> int:
-    """Bytes that malloc has given out in this process, by all threads."""
+    """Bytes that malloc has allocated in this process, in all threads."""
     info = _mallinfo()
     return info.uordblks + info.hblkhd
 
 
 class Watch(TorchDispatchMode):
-    """Looks at the allocated bytes after each operation."""
+    """Records the allocated bytes after each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +278,7 @@ def _figures(world: object, model: str, case: Case) -> dict[str, float]:
     with watch, mock.patch.object(torch.autograd, "backward", begin_of_backward):
         prepared.update(prepared.state, micro_batches, samples)
     if case.strategy == "ddp":
-        figures["begin"] = figures["update"] + batch  # the buckets exist all the time, and are the gradients
+        figures["begin"] = figures["update"] + batch  # the buckets always exist, and hold the gradients
     return {
         "states": figures["update"],
         "activations": figures["forward"] - before - root,
@@ -292,7 +294,7 @@ def _next(prepared):
 
 
 def root_bytes(prepared, shards: int, case: Case) -> int:
-    """Parameters outside of the blocks, gathered: their rows are filled up to a multiple of the ranks."""
+    """Gathered parameters outside the blocks: their rows are padded to a multiple of the ranks."""
     blocks = tuple(f"{name}." for name in prepared.blocks)
     return sum(
         -(-p.shape[0] // shards) * shards * p[0].numel() * (2 if case.param_dtype else 4)
@@ -421,7 +423,7 @@ def main() -> None:
     chosen = {count: (MORE if options.more else BASIC)[count] for count in ranks}
     rows = compare(options.models.split(","), chosen, json.loads(options.real.read_text()) if options.real else None)
     misses = sum(abs(row["off"][name]) > bound for row in rows for name, bound in BOUNDS.items())
-    print(f"{misses} of {len(rows) * len(BOUNDS)} figures outside of the bounds")
+    print(f"{misses} of {len(rows) * len(BOUNDS)} figures outside the bounds")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

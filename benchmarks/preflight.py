@@ -1,11 +1,10 @@
-"""Faults of one of two nodes, made for real as far as one machine can: is each named, and after how many seconds?
+"""Real faults of one of two nodes, as far as one machine can make them: is each reported, and after how many seconds?
 
-    python benchmarks/preflight.py            # needs root: node b has mounts of its own
-    python benchmarks/preflight.py --cost     # what the checks cost two ranks of one machine
+    python benchmarks/preflight.py            # requires root: node b has its own mounts
+    python benchmarks/preflight.py --cost     # the cost of the checks for two ranks of one machine
 
-Two launchers on this machine are the nodes `a` and `b`. Folders that differ are mounts that only `b` sees
-(`unshare -m`). What one machine cannot have twice (another torch, a GPU, a clock) is put in its place by a
-`sitecustomize.py` for `b`.
+Two launchers on this machine are the nodes `a` and `b`. Different folders are mounts that only `b` sees (`unshare -m`).
+A `sitecustomize.py` for `b` replaces what one machine cannot have twice (a different torch, a GPU, a clock).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Mine(Task):
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square().sum()
 """
-# name: (code for b's interpreter, commands in b's own mounts, other keys of b, words that the error must have)
+# name: (code for b's interpreter, commands in b's own mounts, other keys of b, words that the error must contain)
 FAULTS = {
     "another torch": ("import torch; torch.__version__ = '2.12.1'", [], [], ["torch", "2.12.1"]),
     "another key": ("", [], ["log.every_steps=7"], ["log.every_steps", "node b"]),
@@ -65,7 +64,7 @@ FAULTS = {
         [],
         ["different training data", "node b"],
     ),
-    "one GPU for both": ("{devices}.Cpu.identity = lambda self: 'GPU-1'", [], [], ["same device, GPU-1"]),
+    "one GPU for both": ("{devices}.Cpu.identity = lambda self: 'GPU-1'", [], [], ["share the device GPU-1"]),
     "GPU in use": (
         "{devices}.Cpu.free_memory = lambda self: (1 << 28, 80 << 30)\n"
         "{devices}.Cpu.users = lambda self: ['process 4711 (python) holds 79000 MiB']",
@@ -140,7 +139,7 @@ def try_fault(name: str) -> bool:
 
 
 def cost(rounds: int) -> None:
-    """Seconds of the checks, on the rank that needs longest, with two ranks of one node that are together already."""
+    """Seconds of the checks, on the slowest rank, with two ranks of one node that have already joined."""
     code = (
         "import time; from pathlib import Path; from lockstep.core.parallel.world import join_world\n"
         "from lockstep.launch.preflight import run; from lockstep.launch.preflight.facts import Subject\n"
@@ -171,14 +170,12 @@ def cost(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cost", action="store_true")
-    parser.add_argument("--only", help="part of the names of faults")
+    parser.add_argument("--only", help="run only faults whose names contain this")
     options = parser.parse_args()
     if options.cost:
         cost(20)
         return
-    print(
-        f"load {os.getloadavg()[0]:.1f}\n| fault of node b | seconds | exit codes | what is said |\n|---|---:|---|---|"
-    )
+    print(f"load {os.getloadavg()[0]:.1f}\n| fault of node b | seconds | exit codes | message |\n|---|---:|---|---|")
     chosen = [name for name in FAULTS if options.only is None or options.only in name]
     named = [try_fault(name) for name in chosen]
     sys.exit(not all(named))

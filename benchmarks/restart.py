@@ -2,16 +2,16 @@
 
     python benchmarks/restart.py [--rounds 9] [--restarts 20]
 
-Lockstep (`lockstep train --max-restarts`) against a hand-written DDP loop that resumes from its `torch.save` checkpoint
-under torch's own elastic agent. In each round both are started, and a rank is killed, the same in both, once it has
-saved. What counts is the median of ratios, over rounds in which other processes took at most `--busy` of the machine
-(where there are any), and beside it that of the seconds computed, which others hardly change. Then `--restarts` kills
-of a random rank at random times, in one Lockstep run; 120 s without a first step count as a hang. The plain loop draws
-no bar and imports no TensorBoard; Lockstep runs with its defaults.
+Lockstep (`lockstep train --max-restarts`) compared with a hand-written DDP loop that resumes from its `torch.save`
+checkpoint under torch's elastic agent. In each round both are started, and a rank is killed, the same in both, once it
+has saved. The result is the median of ratios, over rounds in which other processes took at most `--busy` of the machine
+(if there are any), and also that of the computed seconds, which others hardly affect. Then `--restarts` kills of a
+random rank at random times, in one Lockstep run; 120 s without a first step count as a hang. The plain loop draws no
+bar and imports no TensorBoard; Lockstep runs with its defaults.
 
-The parts of a restart. Each part ends when the later rank has done it:
+The parts of a restart. Each part ends when the slower rank has done it:
 agent    the other ranks are ended, and new processes are started
-imports  Python, torch; Lockstep's connection to the store in which ranks meet
+imports  Python, torch; Lockstep's connection to the store where ranks meet
 group    the process group is made; Lockstep claims the run directory
 data     training data; Lockstep searches for a checkpoint, and checks it
 model    model, checkpoint, DDP and the first batch
@@ -62,7 +62,7 @@ def mark(name, at=None):
 
 
 def started(thread=None):
-    """When this process, or one of its threads, was started; the system counts it in hundredths of a second."""
+    """When this process, or one of its threads, was started; the system counts hundredths of a second."""
     text = Path(f"/proc/self/task/{thread or os.getpid()}/stat").read_text()
     ticks = int(text.rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
@@ -138,7 +138,7 @@ if __name__ != "__main__":  # `lockstep train` reads its task from this file
 
         def __init__(self):
             mark("started", started())
-            # Lockstep starts this thread right before it makes the process group: imports are done, the store is there.
+            # Lockstep starts this thread right before it makes the process group: imports are done, the store exists.
             threads = [thread.native_id for thread in threading.enumerate() if thread.name == "lockstep-failures"]
             mark("imported", started(*threads))
             mark("joined")
@@ -159,7 +159,7 @@ if __name__ != "__main__":  # `lockstep train` reads its task from this file
 
 
 class Hang(Exception):
-    """A restart that did not come to its first step."""
+    """A restart that did not reach its first step."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Job:
             self.process = subprocess.Popen(command, env=os.environ | environment, stdout=out, stderr=subprocess.STDOUT)
 
     def wait(self, pids_before, steps):
-        """Until two new processes have begun their `steps`-th step; their pids by rank."""
+        """Wait until two new processes have begun their `steps`-th step; return their pids by rank."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             for line in self.reading:
@@ -246,8 +246,8 @@ class Job:
         """Kill a rank that has saved since it was started.
 
         Returns:
-            the seconds of each part of the restart; the seconds that the new ranks computed, on average; and the share
-            of the machine that everything else took (the dying rank and the launcher included).
+            the seconds of each part of the restart; the seconds that the new ranks computed, on average; and the
+            fraction of the machine that everything else took (including the dying rank and the launcher).
         """
         pids = self.wait(self.killed_before, 2 * EVERY)
         time.sleep(random.uniform(0, 2))
@@ -335,7 +335,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--restarts", type=int, default=20)
     parser.add_argument(
-        "--busy", type=float, default=0.15, help="share of the machine that others may take in a round that counts"
+        "--busy", type=float, default=0.15, help="fraction of the machine that others may take in a round that counts"
     )
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

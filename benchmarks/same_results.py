@@ -1,20 +1,20 @@
-"""Trainings by two source trees, side by side: they must give the same weights, logs, configs and predictions.
+"""Trainings with two source trees: they must give the same weights, logs, configs and predictions.
 
     python benchmarks/same_results.py BEFORE AFTER [--cases PATTERN] [--jobs N] [--messages] [--keep DIR]
 
-BEFORE and AFTER are folders with `src/lockstep` and `packages`, such as worktrees of two commits. Each case of
-`same_results_cases.py` is trained by both, with the same Python. Compared are:
+BEFORE and AFTER are folders with `src/lockstep` and `packages`, such as worktrees of two commits. Both train each case
+of `same_results_cases.py`, with the same Python. The comparison covers:
 
-- all checkpoints that are left: their files byte for byte, and where these differ, the tensors bit for bit; manifests
+- all remaining checkpoints: their files byte for byte and, if these differ, the tensors bit for bit; manifests
   without `saved_at`, `trained_s`, the id of the run, the digest of the config, and the checksum of the manifest itself
-- metrics.jsonl: all entries with all names, and all values but those that a clock or the process's memory gives
+- metrics.jsonl: all entries with all names, and all values except those that depend on a clock or on memory
   (`CLOCKED`)
 - config.yaml, without keys that AFTER has added
-- results of `evaluate`, outputs of `predict` and the rows that `describe` shows; of some cases the exported files
+- results of `evaluate`, outputs of `predict` and the rows that `describe` shows; for some cases the exported files
 - with --messages, also train.log without its numbers
 
-Where BEFORE's run is `crossed`, AFTER goes on from its checkpoint. Cases are trained by ranks that stay, through names
-of the package `lockstep` itself, the workers of `verify`, and commands. The exit code is 1 if a case differs.
+If BEFORE's run is `crossed`, AFTER resumes from its checkpoint. Persistent ranks train the cases, using names of the
+package `lockstep` itself, the workers of `verify`, and commands. The exit code is 1 if a case differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOT_IN_MANIFEST = ("saved_at", "trained_s", "config", "run")  # config.yaml is 
 
 
 def first_difference(one: Any, other: Any, where: str) -> str | None:
-    """The place of the first difference with both values. Tensors and numbers are compared bit for bit."""
+    """The location of the first difference, with both values. Tensors and numbers are compared bit for bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{where}: {one.dtype} {tuple(one.shape)}, {other.dtype} {tuple(other.shape)}"
@@ -56,7 +56,7 @@ def first_difference(one: Any, other: Any, where: str) -> str | None:
             return None
         return f"{where}: differs by up to {float((one.double() - other.double()).abs().max()):.3g}"
     if isinstance(one, dict) and isinstance(other, dict):
-        if where.startswith("config"):  # keys that came later have their defaults
+        if where.startswith("config"):  # keys that were added later have their defaults
             other = {key: value for key, value in other.items() if key in one}
         if one.keys() != other.keys():
             lacks = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
@@ -115,11 +115,11 @@ def _files_differ(one: Path, other: Path) -> str | None:
                     content.pop(key, None)
             if found := first_difference(*contents, f"{one.name}/manifest.json"):
                 return _tensors_differ(one, other) or found
-        elif file.suffix == ".safetensors":  # whose library writes the metadata in any order
+        elif file.suffix == ".safetensors":  # its library writes the metadata in any order
             if found := first_difference(_safetensors(file), _safetensors(twin), f"{one.name}/{file.name}"):
                 return found
         elif file.suffix in (".json", ".distcp") and file.read_bytes() != twin.read_bytes():
-            return _tensors_differ(one, other) or f"{one.name}/{file.name}: other bytes, the same tensors"
+            return _tensors_differ(one, other) or f"{one.name}/{file.name}: different bytes, the same tensors"
     return None
 
 
@@ -129,7 +129,7 @@ def _safetensors(file: Path) -> dict[str, Any]:
             "metadata": content.metadata(),
             **{
                 name: content.get_tensor(name)
-                for name in content.keys()  # noqa: SIM118 - it is no dict
+                for name in content.keys()  # noqa: SIM118 - it is not a dict
             },
         }
 
@@ -152,7 +152,7 @@ def compare(case: Case, sides: tuple[Side, Side], folder: Path, *, messages: boo
     """Train a case with both trees. Returns the first difference, or None.
 
     Raises:
-        Failed: both trees fail in the same way, so that nothing was compared.
+        Failed: both trees fail in the same way, so nothing was compared.
     """
     folder.mkdir(parents=True)
     if case.config_of:
@@ -178,9 +178,9 @@ def main() -> None:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--cases", default="*", help="names of cases, with * and ?; several with commas")
-    parser.add_argument("--jobs", type=int, default=1, help="so many cases at a time")
-    parser.add_argument("--messages", action="store_true", help="compare the lines of train.log, too")
-    parser.add_argument("--keep", type=Path, help="a new folder that keeps all runs and logs")
+    parser.add_argument("--jobs", type=int, default=1, help="number of cases to run at a time")
+    parser.add_argument("--messages", action="store_true", help="also compare the lines of train.log")
+    parser.add_argument("--keep", type=Path, help="keep all runs and logs in this new folder")
     options = parser.parse_args()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="lockstep-same-"))
     folder = folder.resolve()

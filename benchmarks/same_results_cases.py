@@ -38,18 +38,18 @@ class Case:
 
     name: str
     starts: list[tuple[int, Settings]]
-    """The starts of the training: how many ranks, and the whole config by dotted keys. Later starts go on."""
+    """The starts of the training: number of ranks, and the whole config by dotted keys. Later starts resume."""
     crosses: bool = False
-    """After the first start, which BEFORE alone makes, the run directory is copied, and AFTER goes on from the copy."""
+    """After the first start, which only BEFORE makes, the run directory is copied, and AFTER resumes from the copy."""
     commands: bool = False
-    """Train, evaluate, predict and export by commands, instead of in processes that stay."""
+    """Train, evaluate, predict and export with commands, instead of in persistent processes."""
     config_of: str = ""
     """Nothing is trained: the resolved config of this recipe is compared."""
     exports: bool = field(default=False)
 
 
 def all_cases(data: Path) -> list[Case]:
-    """All cases, on the data that `write_data` has written."""
+    """All cases, on the data from `write_data`."""
     cases = [*_toys(), *_users_tasks(), *_digits(), *_pictures(data), *_texts(data), *_volumes(data)]
     cases += [*_resumed(), *_by_commands()]
     names = [case.name for case in cases]
@@ -120,7 +120,7 @@ def _users_tasks() -> Iterator[Case]:
     main = {
         "plain": {},
         "rich": {
-            # the last batch has at least three samples for each rank, of which BatchNorm can take a variance
+            # the last batch has at least three samples per rank, so BatchNorm has a variance
             "task": HEADS["task"] | {"length": 108, "dropout": 0.1, "batch_norm": True},
             "batch.micro": 5,
             "optim.clip_norm": 1.0,
@@ -221,7 +221,7 @@ def _volumes(data: Path) -> Iterator[Case]:
     yield from _grid("volumes", base, variants, "1 2 2-fsdp")
 
 
-# ---- runs that go on, and commands
+# ---- runs that resume, and commands
 
 
 def _resumed() -> Iterator[Case]:
@@ -258,7 +258,7 @@ def _by_commands() -> Iterator[Case]:
 
 
 def write_data(root: Path) -> None:
-    """Small pictures with classes, masks and boxes, texts and volumes."""
+    """Small images with classes, masks and boxes, texts and volumes."""
     draw = np.random.default_rng(0)
     for part, count in (("train", 9), ("val", 4)):
         for folder in ("images", "broken"):

@@ -60,7 +60,7 @@ class TwoHeads(nn.Module):
 
 
 class Heads(Task):
-    """Two losses with units of their own, noise in `prepare`, and metrics of training and evaluation."""
+    """Two losses with their own units, noise in `prepare`, and metrics of training and evaluation."""
 
     coefficients = {"answers": 3.0}  # noqa: RUF012
 
@@ -97,7 +97,7 @@ class Heads(Task):
 
 
 class Halves(Part):
-    """Halves the gradients, counts the steps over kills, and logs both."""
+    """Halves the gradients, counts the steps across kills, and logs both."""
 
     def __init__(self):
         self.steps = 0
@@ -125,4 +125,4 @@ class Ends(Part):
 
     def after_evaluation(self, training):
         training.tell(f"the accuracy is known at step {training.step}")
-        training.request_stop("the first evaluation suffices")
+        training.request_stop("the first evaluation is enough")

@@ -2,7 +2,7 @@
 
     python benchmarks/same_results_trees.py LOG
 
-trains what standard input asks for, with the `lockstep` that PYTHONPATH names.
+trains what standard input asks for, with the `lockstep` on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 class Failed(Exception):
-    """A training failed. Has the text of its error."""
+    """A training failed. Contains the text of its error."""
 
 
 class Answer:
@@ -33,7 +33,7 @@ class Answer:
 
 
 def train(config: str, run: str, outcome: str | None, export: str | None) -> Answer:
-    """Train on this rank. Then evaluate, predict and export, and keep the results in the file `outcome`."""
+    """Train on this rank. Then evaluate, predict and export, and write the results to the file `outcome`."""
     from lockstep import Trainer
 
     try:
@@ -51,7 +51,7 @@ def train(config: str, run: str, outcome: str | None, export: str | None) -> Ans
 
 
 def serve() -> None:
-    """Train what standard input asks for, on ranks that stay."""
+    """Train what standard input asks for, on persistent ranks."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import lockstep
@@ -84,10 +84,10 @@ class Side:
         self._server = subprocess.Popen(command, env=self.environment, **pipes)
         package = Path(self._answer())
         if not package.is_relative_to(tree.resolve() / "src"):
-            raise SystemExit(f"{tree} was asked for, and Python imported {package}")
+            raise SystemExit(f"{tree} was requested, but Python imported {package}")
 
     def start(self, case: Case, number: int, folder: Path) -> None:
-        """Make one start of a case, which trains or goes on in `folder`/run."""
+        """Make one start of a case, which trains or resumes in `folder`/run."""
         ranks, settings = case.starts[number]
         folder.mkdir(exist_ok=True)
         config, run, outcome, export = (str(folder / name) for name in ("case.yaml", "run", "outcome.pt", "export"))
@@ -129,7 +129,7 @@ class Side:
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
-    """A config by sections, of dotted keys. Later keys are merged into the mappings of earlier ones."""
+    """A config by sections, from dotted keys. Later keys are merged into the mappings of earlier ones."""
     config: dict[str, Any] = {}
     for path, value in settings.items():
         *sections, key = path.split(".")
@@ -143,4 +143,4 @@ def nested(settings: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     import same_results_trees
 
-    same_results_trees.serve()  # by its name, by which the ranks import it
+    same_results_trees.serve()  # by the name under which ranks import it

@@ -1,17 +1,17 @@
-"""What a checkpoint costs a training: Lockstep's asynchronous save against `torch.save` on rank 0, two ranks, DDP.
+"""The cost of a checkpoint: Lockstep's asynchronous save compared with `torch.save` on rank 0, two ranks, DDP.
 
     python benchmarks/saving.py [--rounds 7] [--parameters 100] [--folder DIR]
 
 100 million parameters with AdamW's moments are 1.2 GB. One training with one model; its phases alternate: steps without
 a save, steps after a save of either kind, and again. The order of the two kinds changes from round to round.
 
-blocked  seconds until the slower rank may train on. For `torch.save`: with the barrier that the other rank waits in.
-total    blocked, and how much longer the steps that followed took than as many without a save. There are enough of
-         them to cover the background write, which ends with fsync and deletes the checkpoint before.
+blocked  seconds until the slower rank may continue. For `torch.save`: with the barrier at which the other rank waits.
+total    blocked, plus how much longer the following steps took than as many without a save. There are enough of
+         them to cover the background write, which ends with fsync and deletes the previous checkpoint.
 
-`torch.save` is as users call it: no fsync, no checksum; its file is deleted outside the clock, before the system has
-written it to the disk. Both in favour of `torch.save`. The first round is told apart: cold buffers and imports. So are
-rounds in which other processes took more than `--busy` of the machine: the medians are of the rest, where there is any.
+`torch.save` is used as usual: no fsync, no checksum; its file is deleted outside the measured time, before the system
+has written it to disk. Both favour `torch.save`. The first round is reported separately: cold buffers and imports. So
+are rounds in which other processes took more than `--busy` of the machine: the medians cover the rest, if there is any.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Loop:
         dist.barrier()
 
     def ours(self):
-        """As `lockstep.trainer.trainer.Trainer` does it."""
+        """Like `lockstep.trainer.trainer.Trainer`."""
         from lockstep.core.checkpoint.state import capture
 
         tensors, values = capture(self.model, self.optimizer)
@@ -109,7 +109,7 @@ class Loop:
 
     def phase(self, save, count):
         """Of the slower rank: blocked seconds, seconds of `count` steps after it, seconds until the background write is
-        done. And the share of the machine that other processes took meanwhile."""
+        done. And the fraction of the machine that other processes took meanwhile."""
         import torch
         import torch.distributed as dist
 
@@ -132,7 +132,7 @@ class Loop:
 
 
 def user_s():
-    """Seconds that all processes of the machine have computed, the kernel's (which writes files) left out."""
+    """Seconds that all processes of the machine have computed, without the kernel's (which writes files)."""
     with open("/proc/stat") as file:
         return sum(map(int, file.readline().split()[1:3])) / os.sysconf("SC_CLK_TCK")
 
@@ -171,7 +171,7 @@ def rank_main(rounds, parameters, busy, folder):
                     f"{label} ({count} steps): " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()),
                     flush=True,
                 )
-            if number == 0:  # how many steps cover the write; the same on all ranks, as are the times
+            if number == 0:  # the steps that cover the write; the same on all ranks, like the times
                 count = max(MIN_STEPS, math.ceil(1.3 * ours[2] / step))
             else:
                 found.append(row)
@@ -201,9 +201,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parameters", type=float, default=100, help="in millions")
     parser.add_argument(
-        "--busy", type=float, default=0.05, help="share of the machine that others may take in a round that counts"
+        "--busy", type=float, default=0.05, help="fraction of the machine that others may take in a round that counts"
     )
-    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="write checkpoints to this folder; default: a temporary folder")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:

@@ -3,15 +3,15 @@
     python benchmarks/segmentation.py [--only camvid] [--plain] [--epochs 6] [--rounds 3] [--data ../shared/data]
         [--keep FOLDER]
 
-Each training is `lockstep train segmentation` on two ranks with one torch thread each, with the options below. Quoted
-are the mean IoU of the last evaluation, at the original resolution of the pictures, the seconds of the whole command
-(imports, training, evaluations, checkpoints, pictures), and the samples that were trained on per second.
+Each training is `lockstep train segmentation` on two ranks with one torch thread each, with the options below. The
+results are the mean IoU of the last evaluation, at the original resolution of the images, the seconds of the whole
+command (imports, training, evaluations, checkpoints, images), and the trained samples per second.
 
 With `--plain`, the same network also trains in a loop of plain PyTorch on one core per process without Lockstep's
 loader, engine and evaluation: DistributedDataParallel, the same number of samples, the same augmentation, optimizer
-and schedule, and its own confusion matrix. It evaluates once, after the last step; Lockstep also does half way, but not
-with `--epochs`. Quoted are the CPU seconds of all processes of each command, imports included, which other processes on
-the machine change less than the time that passes.
+and schedule, and its own confusion matrix. It evaluates once, after the last step; Lockstep also evaluates half-way,
+except with `--epochs`. The results are the CPU seconds of all processes of each command, including imports, which other
+processes on the machine affect less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def entries_of(run: Path) -> list[dict[str, Any]]:
 
 
 class CpuSeconds:
-    """CPU seconds of all processes that a program starts, looked at a few times in a second.
+    """CPU seconds of all processes that a program starts, polled a few times per second.
 
-    The kernel's own sum lacks processes whose parent does not wait for them.
+    The kernel's sum lacks processes whose parent does not wait for them.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def train(data: Path, options: list[str], run: Path) -> tuple[dict[str, float], 
 
 
 def plain(data: Path, options: list[str]) -> None:
-    """A loop of plain PyTorch in this process, which is one of `RANKS`. Rank 0 prints its result as JSON."""
+    """A loop of plain PyTorch in this process, one of `RANKS`. Rank 0 prints its result as JSON."""
     import torch
     import torch.distributed as dist
     from torch.nn import functional
@@ -160,7 +160,7 @@ def plain(data: Path, options: list[str]) -> None:
 
 
 def plain_miou(task: Any, model: Any) -> float:
-    """The mean IoU at the original resolution, counted picture by picture."""
+    """The mean IoU at the original resolution, counted image by image."""
     import torch
     from torch.nn import functional
 
@@ -194,7 +194,7 @@ def run_plain(data: Path, name: str, epochs: int | None) -> dict[str, float]:
 
 @contextlib.contextmanager
 def folder_for(keep: Path | None, name: str) -> Iterator[Path]:
-    """Where the run is written: a temporary folder, or a folder in `keep`."""
+    """The folder for the run: a temporary folder, or a folder in `keep`."""
     if keep is not None:
         yield keep / name
         return
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="also train in a loop of plain PyTorch")
     parser.add_argument("--keep", type=Path, help="keep the run directories in this folder")
     parser.add_argument("--plain-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--epochs", type=int, help="instead of the benchmark's own, with one evaluation at the end")
+    parser.add_argument("--epochs", type=int, help="epochs, with one evaluation at the end; default: the benchmark's")
     parser.add_argument("--rounds", type=int, default=1, help="how often to repeat all trainings, in turn")
     arguments = parser.parse_args()
     if arguments.epochs:
@@ -228,7 +228,7 @@ def compare(arguments: argparse.Namespace, number: int) -> None:
     for name in [arguments.only] if arguments.only else OPTIONS:
         data = arguments.data / "segmentation" / name
         if not data.is_dir():
-            print(f"no {data}: left out")
+            print(f"{data} does not exist: skipped")
             continue
         place = folder_for(arguments.keep, f"{name}-{number}" if arguments.rounds > 1 else name)
         with CpuSeconds() as cpu, place as run:

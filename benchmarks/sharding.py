@@ -1,4 +1,4 @@
-"""FSDP on two ranks: the memory of a rank, the time of a step, and the memory that building the model takes.
+"""FSDP on two ranks: the memory of a rank, the time of a step, and the memory for building the model.
 
     python benchmarks/sharding.py [memory] [steps] [build] [--parameters MILLIONS] [--rounds N] [--fused]
 
@@ -6,14 +6,14 @@ The model is a causal transformer in fp32, with AdamW and clipped gradients, and
 means `fully_shard` on each block and on the model.
 
 memory  Training through `Trainer.fit` with ddp and with fsdp, and by hand, each in new processes. Bytes are those of
-        the storages of the rank's own tensors just before an update. RSS is relative to the RSS just before the model
-        was made, after the training of a small model. It is measured as the last update begins; its peak is from the
+        the storages of the rank's tensors just before an update. RSS is relative to the RSS just before the model was
+        made, after the training of a small model. It is measured when the last update begins; its peak counts from the
         second step on. glibc keeps freed memory in pieces of up to 32 MB. With MALLOC_MMAP_THRESHOLD_=1048576 in the
-        environment it gives the memory back.
-steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged
-        every 50 steps. Phases of both alternate in one process per rank. Time is that of the slower rank, CPU time
-        that of both ranks. The results are medians of ratios over rounds. Both begin with the same weights; the
-        difference of the weights at the end is a check.
+        environment it returns the memory.
+steps   Lockstep's loop with its default logging compared with the loop by hand on the same batches, with the loss
+        logged every 50 steps. Phases of both alternate in one process per rank. Time is that of the slower rank, CPU
+        time that of both ranks. The results are medians of ratios over rounds. Both start with the same weights; the
+        difference of the final weights is a check.
 build   Peak RSS while `run_model.build_model` makes the model, relative to one full copy of its parameters, in new
         processes that have trained a small model before.
 """
@@ -161,7 +161,7 @@ def megabytes(key):
 
 
 def baseline():
-    """RSS now. Freed memory goes back first: whoever takes it anew would seem to take none."""
+    """RSS now. Freed memory is returned first: otherwise whoever reuses it would seem to take none."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     PEAK.write_text("5")
@@ -169,7 +169,7 @@ def baseline():
 
 
 def held(tensors):
-    """Megabytes of the storages of the parts that are here."""
+    """Megabytes of the storages of the local parts."""
     parts = [tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values()) / 2**20
 
@@ -187,7 +187,7 @@ def memory_rank(folder, options):
         found["RSS"] = megabytes("VmRSS") - found["began"]
 
     def after_update(*_):
-        if "peak RSS" not in found:  # the first update made the optimizer's state
+        if "peak RSS" not in found:  # the first update created the optimizer's state
             PEAK.write_text("5")
         found["peak RSS"] = megabytes("VmHWM") - found["began"]
 
@@ -234,7 +234,7 @@ def steps_rank(folder, options):
             times[name].append((seconds / PHASE).tolist())
 
         def alternating():
-            """Lockstep's batches. Whenever a phase of its loop is over, the other loop has its turn."""
+            """Lockstep's batches. Whenever a phase of its loop ends, the other loop has its turn."""
             phases = {
                 "Lockstep": lambda: itertools.islice(prepared.batches, PHASE),
                 "plain": lambda: plain.steps(PHASE) or (),
@@ -267,7 +267,7 @@ def build_rank(folder, options):
         return {"copy": copy, "peak RSS": peak, "RSS after": megabytes("VmRSS") - began, "peak / copy": peak / copy}
 
 
-def launch(what, options, strategy="fsdp"):  # two new processes; what each of them found
+def launch(what, options, strategy="fsdp"):  # two new processes; the result of each
     with tempfile.TemporaryDirectory(prefix="sharding-") as folder:
         command = [
             sys.executable,
@@ -295,7 +295,7 @@ def launch(what, options, strategy="fsdp"):  # two new processes; what each of t
 
 
 def table(rounds, columns, label=""):
-    """Medians over rounds, a line per rank; returns them."""
+    """Medians over rounds, one line per rank; returns them."""
     middle = [{name: statistics.median(one[rank][name] for one in rounds) for name in columns} for rank in range(2)]
     print(f"{label:16}{''.join(f'{name:>12}' for name in columns)}")
     for rank, values in enumerate(middle):
@@ -335,10 +335,10 @@ def build_main(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help=f"of {', '.join(DEFAULTS)}; default: all")
+    parser.add_argument("what", nargs="*", help=f"measurements, of {', '.join(DEFAULTS)}; default: all")
     parser.add_argument("--parameters", type=float, help="in millions")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--fused", action="store_true", help="AdamW's fused kernel, in both loops")
+    parser.add_argument("--fused", action="store_true", help="use AdamW's fused kernel in both loops")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--strategy", help=argparse.SUPPRESS)
     given = parser.parse_args()

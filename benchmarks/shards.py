@@ -1,12 +1,12 @@
-"""How fast Shards reads, compared with a reader by hand of the same files, and with WebDataset if it is installed.
+"""How fast Shards reads, compared with hand-written readers of the same files, and with WebDataset if it is installed.
 
     python benchmarks/shards.py [--samples 20000] [--rounds 5]
 
 Two kinds of samples: short texts (about 500 bytes, Parquet, JSON lines, tar), and pieces of 50 KB (tar). All readers
-take the samples in the order of an epoch of Shards: by hand in Parquet from a table that lies in memory, in JSON lines
-and tar by the place of each sample in an open file. WebDataset reads its own order, with a buffer of 1,000 samples;
-MosaicML's library, where it is installed, reads samples by index, in the order of Shards.
-The readers take turns. Shown is the median of the rounds, in samples per second, and its ratio to Shards.
+take the samples in the order of an epoch of Shards: by hand in Parquet from a table in memory, in JSON lines and tar by
+the position of each sample in an open file. WebDataset reads its own order, with a buffer of 1,000 samples; MosaicML's
+library, if installed, reads samples by index, in the order of Shards. The readers alternate. The result is the median
+of the rounds, in samples per second, and its ratio to Shards.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def of_webdataset(paths):
 
 
 def of_mds(folder, samples, order):
-    """The samples of `order` by MosaicML's library, from MDS that it has written."""
+    """The samples of `order` with MosaicML's library, from MDS that it has written."""
     try:
         from streaming import MDSWriter, StreamingDataset
     except ImportError:
@@ -126,7 +126,7 @@ def measured(run, count):
 
 def case(name, samples, kind, reader, folder, rounds):
     def shards():
-        data = lockstep_recipes.Shards(folder)  # anew, with an empty memory
+        data = lockstep_recipes.Shards(folder)  # a new one, with an empty cache
         for index in order:
             data[index]
 
@@ -158,7 +158,7 @@ def main():
     options.add_argument("--samples", type=int, default=20_000)
     options.add_argument("--rounds", type=int, default=5)
     chosen = options.parse_args()
-    header("samples", "reader", "samples per second", "against Shards, round by round")
+    header("samples", "reader", "samples per second", "relative to Shards, round by round")
     short, long = texts(chosen.samples), pieces(chosen.samples // 10)
     cases = [
         ("texts in Parquet", short, "parquet", of_parquet),

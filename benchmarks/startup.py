@@ -1,12 +1,12 @@
-"""Seconds from the command to the end of the first step, each in its own processes, against a hand-written plain loop.
+"""Seconds from the command to the end of the first step, each in separate processes, compared with a plain loop.
 
     python benchmarks/startup.py [--rounds 7] [--ranks 1 2 8] [--launches 0]
 
 The plain loop runs as `python` on one rank and under `torchrun` on several; Lockstep as `lockstep train`, and with
-`--cold`. The three alternate; what counts is the median of ratios to the plain loop. Then the memory of all processes
+`--cold`. The three alternate; the result is the median of ratios to the plain loop. Then the memory of all processes
 while they train (pages that processes share are divided among them: PSS), `lockstep --help`, and `import lockstep`.
 
-`--launches N` starts N trainings of two ranks one after another and prints which processes and files are left over.
+`--launches N` starts N trainings of two ranks in succession and prints which processes and files are left over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
 
 
 def mark_first_step():
-    """Note the time when the first step is done and the second begins."""
+    """Record the time when the first step is done and the second begins."""
     if os.environ.get("RANK", "0") == "0":
         Path(os.environ["MARK"]).write_text(str(time.time()))
 
@@ -188,7 +188,7 @@ def memory(ranks, folder):
 
 
 def left_over(launches, folder):
-    """Launch again and again with a folder of our own for temporary files, which also marks our processes."""
+    """Launch repeatedly with a separate folder for temporary files, which also marks our processes."""
     temporary = folder / "tmp"
     temporary.mkdir()
     os.environ["TMPDIR"] = str(temporary)

@@ -1,20 +1,20 @@
 """Throughput of fine-tuning on real texts: Lockstep, transformers' Trainer, and a plain DDP loop.
 
-    pip install accelerate psutil          # what transformers' Trainer needs
+    pip install accelerate psutil          # required by transformers' Trainer
     python benchmarks/text.py [--ranks 2] [--rounds 5] [--steps 8] [--micro 16] [--accumulate 4]
         [--model DIR] [--data FILE.csv] [--window 7]
 
 All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with
-AdamW (fused, as the Trainer's default is, but in the plain loop), float32, the gradient clipped to 1, global batch =
+AdamW (fused, as is the Trainer's default, except in the plain loop), float32, the gradient clipped to 1, global batch =
 ranks x micro x accumulate, one torch thread per rank. Batches are padded to the longest of their texts. Runs of the
-systems alternate; each is a process per rank that leaves out its first two steps; what counts is the median over rounds
+systems alternate; each is a process per rank that leaves out its first two steps; the result is the median over rounds
 of the ratios.
 
 `lockstep-grouped` has `data.group_by_length` = --window (7 global batches of the default are about as many texts as the
-Trainer sorts together of 4,000: a quarter), and `trainer-grouped` the Trainer's own sorting by length
-(`train_sampling_strategy=group_by_length`). That is why tokens are counted too, without padding: the Trainer begins
-each of its windows with the longest texts, so a few steps have other texts than a whole epoch. A ratio of tokens per
-second of processor time (of all ranks) depends less on what else the machine does than a ratio of the clock.
+Trainer sorts together of 4,000: a quarter), and `trainer-grouped` the Trainer's sorting by length
+(`train_sampling_strategy=group_by_length`). That is why tokens are also counted, without padding: the Trainer starts
+each of its windows with the longest texts, so a few steps have different texts than a whole epoch. A ratio of tokens
+per second of processor time (of all ranks) depends less on other load than a ratio of wall-clock times.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_task(options):
 
 
 def counted(collate, counts):
-    """`collate`, with its number of tokens and of those that are padding appended to `counts`."""
+    """`collate`, which also appends its number of tokens and of padding tokens to `counts`."""
 
     def collate_and_count(samples):
         batch = collate(samples)
@@ -66,7 +66,7 @@ def counted(collate, counts):
 
 
 def now():
-    """Seconds by the clock, and of processor time of this process."""
+    """Wall-clock seconds, and processor seconds of this process."""
     return time.perf_counter(), time.process_time()
 
 
@@ -94,12 +94,12 @@ def lockstep_worker(options, grouped=False):
     }
     with tempfile.TemporaryDirectory() as own:
         Trainer(settings, run_dir=options.folder or own, quiet=True).fit(task, Clock())
-    counts = counts[-(options.steps + WARM_UP) * options.accumulate :]  # without those of the checks before
+    counts = counts[-(options.steps + WARM_UP) * options.accumulate :]  # without those of the checks
     return times[WARM_UP : WARM_UP + options.steps + 1], counts
 
 
 def prepared(options):
-    """The same tokens for the others, as lists."""
+    """The same tokens for the other systems, as lists."""
     task = make_task(options)
     data = task.train_data()
     rows = [
@@ -208,11 +208,11 @@ class Measured(NamedTuple):
     """A run of a system."""
 
     samples: float
-    """Per second of the clock, over all ranks."""
+    """Per wall-clock second, over all ranks."""
     padding: float
-    """Share of all tokens."""
+    """Fraction of all tokens."""
     tokens: float
-    """Without padding, per second of the clock, over all ranks."""
+    """Without padding, per wall-clock second, over all ranks."""
     tokens_cpu: float
     """Without padding, per second of processor time of all ranks."""
 
@@ -252,8 +252,8 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--window", type=int, default=7, help="global batches that are sorted together")
-    parser.add_argument("--model", help="a local Hugging Face model instead of the new one")
+    parser.add_argument("--window", type=int, default=7, help="number of global batches that are sorted together")
+    parser.add_argument("--model", help="use a local Hugging Face model instead of a new one")
     parser.add_argument("--data", default=str(ROOT.parent / "shared" / "data" / "text" / "ag_news" / "train.csv"))
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     for name in ("worker", "result", "folder"):
@@ -262,7 +262,7 @@ def main():
     if options.worker:
         work(options)
         return
-    make_task(options).train_data()  # tokenised outside of the clock
+    make_task(options).train_data()  # tokenised outside the measured time
 
     def turn(system):
         run = measure(system, options)
@@ -285,7 +285,7 @@ def described(runs):
 
 
 def compared(ours, theirs):
-    """Medians over rounds of the ratios, with the smallest and the largest."""
+    """Medians over rounds of the ratios, with the minimum and the maximum."""
     texts = []
     for name in ("samples", "tokens", "tokens_cpu"):
         of_rounds = ratios(*([getattr(run, name) for run in runs] for runs in (ours, theirs)))

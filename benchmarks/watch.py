@@ -1,20 +1,20 @@
-"""The watch: what it finds, what it says of trainings that are right, and what it costs.
+"""The watch: what it finds, its false verdicts on correct trainings, and its cost.
 
     python benchmarks/watch.py faults [--steps 400] [--every 10] [--rates 1 0.1 0.01 0.001] [--strategies ddp fsdp]
     python benchmarks/watch.py clean  [--total 100000] [--each 250] [--every 5] [--part 1/4]
     python benchmarks/watch.py cost   [--rounds 7] [--steps 200] [--every 100] [--sizes small large]
 
-Each writes a line for each training into `--out FILE` (default: watch-MODE.jsonl), leaves out those that FILE has
-already, and prints a table of all that FILE has. So it may be stopped, and go on, and run in parts beside each other.
+Each mode writes a line for each training into `--out FILE` (default: watch-MODE.jsonl), skips those that FILE already
+has, and prints a table of all that FILE has. So it can be stopped and resumed, and parts can run in parallel.
 
-`faults`: on rank 1 of three, or with the strategy `single` on one rank alone, a bit is flipped (the highest of the
-mantissa) in an activation, a gradient, a weight, the optimizer's state or a reduced gradient, in a share of the passes
-or updates, or the weights drift by 1e-7 in each update: `tests/watch/faults.py`. Told are the verdict, and after how
-many checks it came, from the first time that the fault struck. `clean`: the trainings of `same_results_cases.py`, which
-are those of all recipes at tiny sizes and more, longer, each with and without `compute.deterministic`, with a check
-every few steps. A verdict there is false.
-`cost`: the processor time of a rank, with the watch and without in turns, with one micro-batch in a step; and the share
-of it that is spent on checks, which a busy machine disturbs less.
+`faults`: on rank 1 of three, or with the strategy `single` on a single rank, a bit is flipped (the highest of the
+mantissa) in an activation, a gradient, a weight, the optimizer's state or a reduced gradient, in a fraction of the
+passes or updates, or the weights drift by 1e-7 in each update: `tests/watch/faults.py`. The output is the verdict, and
+after how many checks it came, from the first time that the fault struck. `clean`: longer versions of the trainings of
+`same_results_cases.py`, which are those of all recipes at tiny sizes and more, each with and without
+`compute.deterministic`, with a check every few steps. Any verdict there is false. `cost`: the processor time of a rank,
+with and without the watch in turn, with one micro-batch per step; and the fraction of it that is spent on checks, which
+a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def faults(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         struck = answers[rank]["struck"]
         about = {"struck": len(struck), "verdict": None, "checks": None}
         if verdict is not None and struck:
-            # A check of step N comes before its update: what strikes in step N's update is for the next check.
+            # A check of step N comes before its update: a fault in step N's update is for the next check.
             about["checks"] = -(-verdict["step"] // options.every) - struck[0] // options.every
             about |= {"verdict": verdict["kind"], "ranks": verdict["ranks"], "tensor": verdict["tensor"]}
         yield name, about
 
 
 def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
-    """Trainings that are right, until so many steps are made in all."""
+    """Correct trainings, until the requested total of steps is reached."""
     import yaml
     from same_results_cases import all_cases, write_data
 
@@ -128,7 +128,8 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         name = f"{size} {strategy} {ranks}"
         if (yield name, {}):
             continue
-        # A training ends with a check, which `every` steps must pay for. Only what lies between two others is whole.
+        # A training ends with a check, which `every` steps must pay for. Only intervals between two checks are
+        # complete.
         steps = max(3 * options.every, options.steps if size == "small" else options.steps // 2)
         settings = runs.config(
             batch={"global": 32 * ranks, "micro": 32},
@@ -149,7 +150,7 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
 
 
 def _in_turn(found: list[Any]) -> list[Any]:
-    """The cases in an order in which those of each recipe are spread evenly, so that a part of them has all recipes."""
+    """The cases in an order that spreads each recipe evenly, so that a part of them covers all recipes."""
     recipes = [one.name.split("/")[0] for one in found]
     shares = [(recipes[:place].count(recipe) + 0.5) / recipes.count(recipe) for place, recipe in enumerate(recipes)]
     return [found[place] for place in sorted(range(len(found)), key=shares.__getitem__)]
@@ -180,9 +181,7 @@ def table(mode: str, done: dict[str, Job]) -> None:
     if mode == "faults":
         print(f"{'strategy, fault, rate':<30}{'struck':>7}{'checks':>8}  verdict")
         for name, one in done.items():
-            verdict = (
-                f"{one['verdict']} {one.get('ranks')} {one.get('tensor')}" if one["verdict"] else "nothing was found"
-            )
+            verdict = f"{one['verdict']} {one.get('ranks')} {one.get('tensor')}" if one["verdict"] else "nothing found"
             print(f"{name:<30}{one['struck']:>7}{one['checks'] if one['checks'] is not None else '':>8}  {verdict}")
     elif mode == "clean":
         wrong = {name: one for name, one in done.items() if one["error"]}
@@ -192,8 +191,8 @@ def table(mode: str, done: dict[str, Job]) -> None:
                 print(f"  {name}: {line[:300]}")
     else:
         for name, one in done.items():
-            times = f"{one['check_ms']} ms a check, {one['step_ms']} ms a step"
-            print(f"{name:<16} share of the checks {100 * one['share']:.2f} %: {times}; ratio {one['ratio']:.4f}")
+            times = f"{one['check_ms']} ms per check, {one['step_ms']} ms per step"
+            print(f"{name:<16} fraction of the checks {100 * one['share']:.2f} %: {times}; ratio {one['ratio']:.4f}")
 
 
 def main() -> None:
@@ -207,7 +206,7 @@ def main() -> None:
     parser.add_argument("--total", type=int, default=100_000)
     parser.add_argument("--each", type=int, default=250)
     parser.add_argument("--part", default="1/1")
-    parser.add_argument("--most-ranks", type=int, default=4, help="trainings on more ranks are left out")
+    parser.add_argument("--most-ranks", type=int, default=4, help="skip trainings on more ranks")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", nargs="+", choices=[*bench.SIZES], default=[*bench.SIZES])
     options = parser.parse_args()

@@ -37,11 +37,11 @@ faults. Two ranks on CPUs are also enough.
 train.py:10: error[LS101]: several ranks train on the same samples
     loader = DataLoader(dataset, batch_size=4, shuffle=True)
   seen: in epoch 0 of this loader, the first 64 indices are equal (52, 50, 31, 53, 16 and 59 more) ...
-  cause: no DistributedSampler: the RandomSampler draws the same order on every rank, where seeds are equal
+  cause: no DistributedSampler: the RandomSampler draws the same order on every rank, because seeds are equal
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see lockstep-audit --explain LS101
 
-lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v tells why), 0 findings switched off
+lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v shows why), 0 findings switched off
 ```
 
 The report separates what was seen from what explains it: the cause is `unknown` if no rule can explain the finding. A

@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def lines(run: Path) -> list[str]:
-    """What the files of the run directory say.
+    """The content of the run directory's files, as text.
 
     Args:
-        run: has metrics.jsonl of the training, evaluation.json and predictions.jsonl of the commands after it.
+        run: contains metrics.jsonl of the training, and evaluation.json and predictions.jsonl of later commands.
     """
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluation = json.loads((run / "evaluation.json").read_text())
@@ -19,7 +19,7 @@ def lines(run: Path) -> list[str]:
     return [
         "",
         f"Two processes trained one model on images of handwritten digits, in {entries[-1]['time_s']:.0f} seconds.",
-        f"It reads {right} of {images} new images right ({right / images:.1%}). Each of them was counted once.",
+        f"It reads {right} of {images} new images correctly ({right / images:.1%}). Each of them was counted once.",
         f"It reads the first five as {read}. People wrote {truth}.",
         f"Its curves as a page:                       .venv/bin/lockstep report {run}",
         "The same training on one process, compared: .venv/bin/lockstep verify digits",

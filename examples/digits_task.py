@@ -1,4 +1,4 @@
-"""A task of one's own: `lockstep train examples/digits_task.py:Digits --nproc 2 train.epochs=5`."""
+"""Your own task: `lockstep train examples/digits_task.py:Digits --nproc 2 train.epochs=5`."""
 
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -20,7 +20,7 @@ def generator():
         nn.Unflatten(1, (64, 2, 2)),
         nn.ReLU(),
         nn.ConvTranspose2d(64, 32, 4, 2, 1),
-        nn.GroupNorm(8, 32),  # BatchNorm would normalise each micro-batch by itself
+        nn.GroupNorm(8, 32),  # BatchNorm would normalise each micro-batch separately
         nn.ReLU(),
         nn.ConvTranspose2d(32, 1, 4, 2, 1),
         nn.Sigmoid(),
@@ -39,7 +39,7 @@ def discriminator():
 
 
 class Dcgan(AlternatingTask):
-    """Radford et al. 2016: in each step the discriminator updates, then the generator, with the same pictures."""
+    """Radford et al. 2016: in each step the discriminator updates, then the generator, with the same images."""
 
     players = (Player("discriminator", "discriminator.*"), Player("generator", "generator.*"))
 
@@ -50,7 +50,7 @@ class Dcgan(AlternatingTask):
         return Digits(training=True)
 
     def prepare(self, sample, epoch, training):
-        # Noise that is drawn here belongs to the sample. Noise that a loss draws would be other noise on other ranks.
+        # Noise that is drawn here belongs to the sample. Noise drawn in a loss would differ between ranks.
         return sample[0].reshape(1, 8, 8) / 255, torch.randn(NOISE), torch.rand(())
 
     def discriminator_loss(self, model, batch):
@@ -66,14 +66,14 @@ class Dcgan(AlternatingTask):
 
 
 class WassersteinGan(Dcgan):
-    """Gulrajani et al. 2017: the critic updates in each step, and the generator in each fifth step."""
+    """Gulrajani et al. 2017: the critic updates in each step, and the generator in every fifth step."""
 
     players = (Player("critic", "discriminator.*"), Player("generator", "generator.*", every=5))
 
     def critic_loss(self, model, batch):
         real, noise, share = batch
         critic, fake = model["discriminator"], model["generator"](noise).detach()
-        with torch.enable_grad():  # an evaluation has no gradients, and the penalty needs one
+        with torch.enable_grad():  # an evaluation has no gradients, but the penalty needs one
             share = share[:, None, None, None]
             between = (share * real + (1 - share) * fake).requires_grad_()
             (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)

@@ -1,4 +1,4 @@
-"""Digits with an optimizer and a schedule of one's own: Lion (Chen et al. 2023, arXiv:2302.06675).
+"""Digits with your own optimizer and schedule: Lion (Chen et al. 2023, arXiv:2302.06675).
 
 lockstep train examples/lion_task.py:Digits --nproc 2 train.epochs=5 train.eval_every_epochs=1
 """

@@ -1,6 +1,6 @@
-"""A device that computes wrongly, for docs/watch.md: lockstep train examples/lying_device.py:Regression watch.every=10
+"""Silent data corruption, for docs/watch.md: lockstep train examples/lying_device.py:Regression watch.every=10
 
-The second rank gets one bit of the hidden layer wrong, from its 30th pass on. The task itself is right.
+The second rank computes one bit of the hidden layer wrongly, from its 30th pass on. The task itself is correct.
 """
 
 import os
@@ -13,7 +13,7 @@ import lockstep
 
 
 class Wrong:
-    """Flips a bit of the first number of what a module returns."""
+    """Flips a bit of the first number in a module's output."""
 
     def __init__(self, after):
         self.after, self.passes = after, 0

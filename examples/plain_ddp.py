@@ -1,6 +1,6 @@
 """The training of `digits_task.py`, written by hand: `torchrun --nproc-per-node 2 examples/plain_ddp.py`.
 
-What Lockstep takes off your hands, or gets right where this does not, is marked with the letters of docs/tasks.md.
+The letters of docs/tasks.md mark what Lockstep does for you, or does correctly where this script does not.
 """
 
 import gc
@@ -35,15 +35,15 @@ def main():
     sampler = DistributedSampler(train, world, rank, seed=0)  # (a) repeats samples to make the ranks even
     loader = DataLoader(train, GLOBAL_BATCH // world // ACCUMULATE, sampler=sampler)  # (b) a rank count that divides
     writer = SummaryWriter("runs/plain") if rank == 0 else None
-    for epoch in range(EPOCHS):  # (c) a crash begins at epoch 0 again
-        sampler.set_epoch(epoch)  # (d) forget it, and every epoch has the same order
+    for epoch in range(EPOCHS):  # (c) a crash starts at epoch 0 again
+        sampler.set_epoch(epoch)  # (d) without it, every epoch has the same order
         for number, (images, labels) in enumerate(tqdm(loader, disable=rank > 0)):
             images, labels = images.to(device) / 255, labels.to(device)
             # (e) what is left at the epoch's end is dropped, or leaks into the next
             last = (number + 1) % ACCUMULATE == 0
-            # (f) forget it: k times the traffic
+            # (f) without it: k times the traffic
             with nullcontext() if last or world == 1 else model.no_sync():
-                # (g) a mean of means: wrong where sizes differ
+                # (g) a mean of means: wrong if sizes differ
                 loss = cross_entropy(model(images), labels) / ACCUMULATE
                 loss.backward()
             if last:
@@ -68,5 +68,5 @@ def main():
 
 main()
 if dist.is_initialized():
-    gc.collect()  # DDP's model holds the group, and refers to itself: destroyed before the model, the group can hang
+    gc.collect()  # DDP's model holds the group in a cycle: if the group is destroyed first, it can hang
     dist.destroy_process_group()

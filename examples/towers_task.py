@@ -1,7 +1,7 @@
 """Image and text towers: `lockstep train examples/towers_task.py:Towers --nproc 2 batch.global=128 train.epochs=6`.
 
-The loss of CLIP compares each picture of the global batch with each caption. It needs all of them, so `embed` gives the
-embeddings of a micro-batch, and `loss` gets those of the whole global batch, on any number of ranks.
+The loss of CLIP compares each image of the global batch with each caption. It needs all of them, so `embed` returns the
+embeddings of a micro-batch, and `loss` receives those of the whole global batch, on any number of ranks.
 """
 
 import torch
@@ -49,12 +49,12 @@ class Towers(Task):
     def loss(self, model, embedded):  # of all samples of the global batch
         pictures, captions, digits = embedded
         scores = model.scale.exp() * pictures @ captions.T
-        same = (digits[:, None] == digits).to(scores.dtype)  # several pictures have the same caption
+        same = (digits[:, None] == digits).to(scores.dtype)  # several images have the same caption
         target = same / same.sum(dim=1)
         by_picture = kl_div(scores.log_softmax(dim=1), target, reduction="sum")
         return (by_picture + kl_div(scores.T.log_softmax(dim=1), target, reduction="sum")) / 2
 
-    def predict(self, model, batch):  # which caption is nearest to a picture
+    def predict(self, model, batch):  # which caption is nearest to an image
         return normalize(model.image(batch[0]), dim=1) @ model.captions(CAPTIONS.to(batch[0].device)).T
 
     def metrics(self):

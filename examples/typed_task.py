@@ -1,4 +1,4 @@
-"""A task and its training with types, as mypy and pyright check them: python examples/typed_task.py"""
+"""A task and its training with types that mypy and pyright can check: python examples/typed_task.py"""
 
 import tempfile
 

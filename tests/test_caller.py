@@ -15,7 +15,7 @@ from tests import own_tasks, runs
 @pytest.mark.parametrize(
     ("option", "argument"),
     [
-        ("start anew with --fresh", "start anew with Trainer(fresh=True)"),
+        ("start again with --fresh", "start again with Trainer(fresh=True)"),
         ("choose another place with --run-dir", "choose another place with Trainer(run_dir=...)"),
         ("a shared file system: --run-dir DIR", "a shared file system: Trainer(run_dir=...)"),
         ("or give --run-dir /data/runs/a.", 'or give Trainer(run_dir="/data/runs/a").'),

@@ -100,7 +100,7 @@ def test_the_sweep_of_the_page(tmp_path, monkeypatch):
     code, output = call(*of("sweep", "digits"))
     assert code == 0, output
     expected = shown("## A sweep")
-    begun = re.compile(r"trial \d+ begins: .*")
+    begun = re.compile(r"trial \d+ starts: .*")
     assert begun.findall(output) == begun.findall(expected)  # the values, which are the same on every machine
     results = [float(one) for one in re.findall(r"done: eval/accuracy (\S+),", output)]
     told = [float(one) for one in re.findall(r"done: eval/accuracy (\S+),", expected)]

@@ -62,13 +62,13 @@ class Counting(Task):
 def _warnings(folder, make, **options):
     runs.fit(make(**options), settings(3), folder)
     lines = (folder / "train.log").read_text().splitlines()
-    return [line for line in lines if "and no checkpoint holds that" in line]
+    return [line for line in lines if "but no checkpoint has that" in line]
 
 
 def test_state_that_no_checkpoint_holds_is_named_while_the_run_is_young_and_at_its_end(tmp_path):
     found = _warnings(tmp_path / "outside", OutsideTask)
     assert len(found) == 2  # when it is seen, and at the end
-    named = found[0].partition("training changes ")[2].partition(", and no checkpoint")[0].split(", ")
+    named = found[0].partition("training changes ")[2].partition(", but no checkpoint")[0].split(", ")
     assert set(named) == {
         "calls (int)",
         "scale (float)",
@@ -78,7 +78,7 @@ def test_state_that_no_checkpoint_holds_is_named_while_the_run_is_young_and_at_i
     }
     runs.fit(OutsideTask(), settings(6), tmp_path / "outside")  # a resumed run does not say it twice
     log = (tmp_path / "outside" / "train.log").read_text()
-    assert log.count("and no checkpoint holds that") == 4
+    assert log.count("but no checkpoint has that") == 4
     found = _warnings(tmp_path / "task", Counting)
     assert "training changes Task.losses (int), and" in found[0]
 
@@ -142,7 +142,7 @@ class Keeper(Net):
 
 def test_a_warning_names_containers_arrays_generators_and_hidden_modules_with_their_kinds():
     keeper = Keeper()
-    names = keeper.names | {"teacher (module that is no part of the model)", "hidden (list)"}
+    names = keeper.names | {"teacher (module outside the model)", "hidden (list)"}
     task = types.SimpleNamespace(counts=[0], again={1: "a"}, the_model=keeper, both=[keeper.first, keeper])
     outside = OutsideState(keeper, task)
     for size in (2, 3):

@@ -180,7 +180,7 @@ def test_same_samples_with_their_outputs_on_any_number_of_ranks(kind, tmp_path):
         assert [part[:2] for part in other] == [part[:2] for part in first]
         assert np.allclose([part[2] for part in other], [part[2] for part in first], atol=1e-5)
     text = (tmp_path / "2fsdp" / "model.txt").read_text()
-    assert "each rank holds only a part" in text
+    assert "each rank holds only a shard" in text
     assert "Linear" in text
 
 
@@ -282,7 +282,7 @@ def test_failing_presenter_is_one_warning(tmp_path, capsys):
     runs.fit(Shown(), settings(), tmp_path)
     log = (tmp_path / "train.log").read_text()
     for name in ("samples/augmented", "samples/evaluation"):
-        assert log.count(f"warning: {name} cannot be written: KeyError: 'nothing to draw'; training goes on") == 1
+        assert log.count(f"warning: {name} cannot be written: KeyError: 'nothing to draw'; training continues") == 1
     assert "samples/evaluation" in capsys.readouterr().err
     assert not (tmp_path / "samples").exists()
 

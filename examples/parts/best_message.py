@@ -1,4 +1,4 @@
-"""A text message on a new best result. `command` is any program that takes the text: a script of an SMS service, mail.
+"""A text message on a new best result. `command` is any program that accepts the text: an SMS script, mail.
 
 lockstep train digits train.parts='[{kind: examples/parts/best_message.py:BestMessage, command: [notify-send]}]'
 """
@@ -9,7 +9,7 @@ from lockstep import Part
 
 
 class BestMessage(Part):
-    required = False  # a message that cannot be sent ends no training
+    required = False  # a message that cannot be sent must not end the training
 
     def __init__(self, command, result="eval/loss", mode="min"):
         self.command, self.result, self.sign = command, result, 1 if mode == "min" else -1
@@ -24,7 +24,7 @@ class BestMessage(Part):
             text = f"{training.folder.name}: {self.result} {self.sign * value:.4g} after step {training.step}"
             subprocess.run([*self.command, text], check=True, timeout=20)
 
-    def state_dict(self):  # so that a training that goes on does not call its first result the best
+    def state_dict(self):  # so that a resumed training does not report its first result as the best
         return {"best": self.best}
 
     def load_state_dict(self, state):

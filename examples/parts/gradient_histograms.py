@@ -1,4 +1,4 @@
-"""Histograms of the gradients, one for each parameter, in powers of ten: `gradients.jsonl` in the run directory.
+"""Histograms of the gradients, one per parameter, in powers of ten: `gradients.jsonl` in the run directory.
 
 lockstep train digits train.parts='[examples/parts/gradient_histograms.py:GradientHistograms]'
 """
@@ -9,7 +9,7 @@ import torch
 
 from lockstep import Part
 
-LOWEST, HIGHEST = -12, 2  # powers of ten; the first and the last bin have all that is smaller and larger
+LOWEST, HIGHEST = -12, 2  # powers of ten; the first and the last bin also count smaller and larger values
 
 
 class GradientHistograms(Part):
@@ -20,7 +20,7 @@ class GradientHistograms(Part):
         if training.step % self.every:
             return
         counts = {name: histogram(gradient) for name, gradient in training.gradients().items()}
-        if training.is_sharded:  # FSDP: each rank has a part of each gradient
+        if training.is_sharded:  # FSDP: each rank has a shard of each gradient
             totals = iter(training.all_sum([number for bins in counts.values() for number in bins]))
             counts = {name: [int(next(totals)) for _ in bins] for name, bins in counts.items()}
         every_bin = [sum(bins) for bins in zip(*counts.values(), strict=True)]

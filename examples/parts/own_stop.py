@@ -1,4 +1,4 @@
-"""An own stop: the training ends when its loss has risen above a multiple of its lowest value.
+"""Your own stop: the training ends when its loss has risen above a multiple of its lowest value.
 
 lockstep train digits train.parts='[{kind: examples/parts/own_stop.py:EndsWhenLossRises, factor: 3}]'
 """
@@ -15,7 +15,7 @@ class EndsWhenLossRises(Part):
         self.lowest = min(self.lowest, loss)
         training.log("loss/above_lowest", loss / self.lowest)
         if loss > self.factor * self.lowest:
-            training.request_stop(f"the loss is {loss:.4g}, and was {self.lowest:.4g}")
+            training.request_stop(f"the loss is {loss:.4g}; its lowest value was {self.lowest:.4g}")
 
     def state_dict(self):
         return {"lowest": self.lowest}

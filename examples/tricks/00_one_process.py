@@ -1,4 +1,4 @@
-"""A plain PyTorch training on one process. All tricks begin with it.
+"""A plain PyTorch training on one process. All tricks start from it.
 
 python examples/tricks/00_one_process.py   # or --device cuda
 """

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/tricks/01_ddp_by_hand.py
     torchrun --nproc-per-node 2 examples/tricks/01_ddp_by_hand.py --wrong   # forgets to add the gradients
-    torchrun --nproc-per-node 2 examples/tricks/01_ddp_by_hand.py --device cuda   # on two GPUs, by NCCL
+    torchrun --nproc-per-node 2 examples/tricks/01_ddp_by_hand.py --device cuda   # on two GPUs, with NCCL
 
-It prints the numbers of 00_one_process.py: each rank computes a part of each batch, and the parts add up.
+It prints the numbers of 00_one_process.py: each rank computes a shard of each batch, and the shards add up.
 """
 
 import argparse
@@ -33,21 +33,21 @@ ADDS_GRADIENTS, DEVICE = not options.wrong, options.device
 if DEVICE == "cuda" and not torch.cuda.is_available():
     parser.error("--device cuda: torch sees no GPU here")
 if DEVICE == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each rank has a GPU of its own
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
 torch.set_num_threads(1)
 dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(DEVICE)
 for parameter in model.parameters():
-    dist.broadcast(parameter.data, src=0)  # all ranks begin with the weights of rank 0
+    dist.broadcast(parameter.data, src=0)  # all ranks start with the weights of rank 0
 optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 images, labels = load(training=True)
 for epoch in range(EPOCHS):
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))  # the same on all ranks
     total = torch.zeros((), device=DEVICE)
     for batch in order.split(BATCH):
-        mine = batch[rank::world]  # this rank's part, which no other rank has
+        mine = batch[rank::world]  # this rank's shard, which no other rank has
         loss = cross_entropy(model(images[mine]), labels[mine], reduction="sum") / len(batch)
         optimizer.zero_grad()
         loss.backward()

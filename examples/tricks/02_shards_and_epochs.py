@@ -1,4 +1,4 @@
-"""Each sample goes to one rank, and each epoch has another order.
+"""Each sample goes to one rank, and each epoch has a different order.
 
 torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py
 torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py --wrong set_epoch   # each epoch has the same order
@@ -39,5 +39,5 @@ dist.all_gather_object(of_rank, orders[0])
 same = sum(first == second for first, second in zip(orders[0], orders[1], strict=True))
 say(f"steps of an epoch: {len(loader)}")
 say(f"samples of epoch 1 on every rank: {len(set.intersection(*map(set, of_rank)))} of {len(data)}")
-say(f"places of the order that have the same sample in epochs 1 and 2: {same} of {len(orders[0])}")
+say(f"positions with the same sample in epochs 1 and 2: {same} of {len(orders[0])}")
 say(f"accuracy {accuracy(model):.4f}")

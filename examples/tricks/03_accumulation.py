@@ -1,4 +1,4 @@
-"""Several micro-batches for one update, with the right weights, and gradients that travel once.
+"""Several micro-batches for one update, with the right weights, and gradients that are exchanged once.
 
     torchrun --nproc-per-node 2 examples/tricks/03_accumulation.py
     ... --wrong mean      # averages the averages
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from toy import count_traffic, deviation, digits, gradient, make_model, mistake, say, shuffled, start
 
-UNKNOWN = -100  # the label that cross_entropy leaves out
+UNKNOWN = -100  # the label that cross_entropy ignores
 
 wrong = mistake("mean", "no_sync")
 rank, world = start()
@@ -30,7 +30,7 @@ known = (labels[batch[rank::world]] != UNKNOWN).sum()
 dist.all_reduce(known)  # the number of known labels in the whole batch: one small message, before the first pass
 for number, micro in enumerate(mine):
     last = number == len(mine) - 1
-    with nullcontext() if last or wrong == "no_sync" else model.no_sync():  # around the forward pass too
+    with nullcontext() if last or wrong == "no_sync" else model.no_sync():  # around the forward pass, too
         output = model(images[micro])
         if wrong == "mean":
             loss = cross_entropy(output, labels[micro]) / len(mine)

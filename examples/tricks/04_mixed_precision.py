@@ -1,7 +1,7 @@
 """Compute in 16 bits (bf16), keep the weights in 32 bits.
 
 torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py
-torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py --wrong   # keeps the weights in 16 bits too
+torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py --wrong   # also keeps the weights in 16 bits
 """
 
 import torch

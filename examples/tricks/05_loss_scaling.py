@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/tricks/05_loss_scaling.py
     torchrun --nproc-per-node 2 examples/tricks/05_loss_scaling.py --wrong   # no scale: small gradients become zero
 
-The loss has a factor of 0.00001 here, as a second head of a model may have. A scale that is too large gives infinities:
-the update is left out on all ranks, and the scale is halved.
+The loss has a factor of 0.00001 here, like a second head of a model. A scale that is too large gives infinities: the
+update is skipped on all ranks, and the scale is halved.
 """
 
 import torch
@@ -42,6 +42,6 @@ with torch.no_grad():
         parameter.copy_(weight)
 (FACTOR * cross_entropy(exact(images[last]), labels[last])).backward()
 lost = (applied == 0)[gradient(exact) != 0].float().mean().item()
-say(f"updates left out: {skipped}, loss scale at the end: {scale:.0f}")
+say(f"skipped updates: {skipped}, loss scale at the end: {scale:.0f}")
 say(f"gradients that became zero: {lost:.3f}")
 say(f"deviation of the gradient from fp32: {deviation(applied, gradient(exact)):.3f}")

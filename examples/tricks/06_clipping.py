@@ -33,6 +33,6 @@ for epoch in range(3):
         norms.append((norm.item(), gradient(model).norm().item()))
         optimizer.step()
 
-say(f"largest norm that was measured: {max(before for before, _ in norms):.3f}")
+say(f"largest measured norm: {max(before for before, _ in norms):.3f}")
 say(f"largest norm that reached the optimizer: {max(after for _, after in norms):.3g}")
 say(f"accuracy {accuracy(model):.4f}")

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py
 torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong unscaled    # keeps the rate of the small batch
-torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong no_warmup   # begins with the whole rate
+torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong no_warmup   # starts with the full rate
 """
 
 import torch
@@ -24,7 +24,7 @@ def train(size, peak, warm_up):
     step, worst = 0, 0.0
     for epoch in range(5):
         for batch in shuffled(len(labels), epoch).split(size):
-            step += 1  # of the optimizer: neither of a micro-batch nor of a rank
+            step += 1  # counts optimizer steps, not micro-batches or ranks
             optimizer.param_groups[0]["lr"] = peak * min(1.0, step / warm_up)
             mine = batch[rank::world]
             optimizer.zero_grad()

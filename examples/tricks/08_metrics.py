@@ -1,7 +1,7 @@
-"""Sums travel, and one division comes last. This holds for the loss in the log and for every metric.
+"""Ranks exchange sums, and divide once at the end. This holds for the loss in the log and for every metric.
 
 torchrun --nproc-per-node 2 examples/tricks/08_metrics.py
-torchrun --nproc-per-node 2 examples/tricks/08_metrics.py --wrong   # averages of averages, and rank 0 alone
+torchrun --nproc-per-node 2 examples/tricks/08_metrics.py --wrong   # averages of averages, and only rank 0
 """
 
 import torch

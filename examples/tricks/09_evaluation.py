@@ -1,4 +1,4 @@
-"""Each evaluation sample counts once, though ranks may have different numbers of samples.
+"""Each evaluation sample counts once, although ranks may have different numbers of samples.
 
 torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py
 torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py --wrong   # repeats samples until all batches are full
@@ -30,9 +30,9 @@ if wrong:
     samples = torch.cat([samples, samples[:missing]])
 counts = torch.zeros(2, dtype=torch.long, device=place())
 with torch.no_grad():
-    for batch in samples[rank::world].split(BATCH):  # one rank may have a batch less than another
+    for batch in samples[rank::world].split(BATCH):  # one rank may have one batch fewer than another
         output = model.module(images[batch])  # the bare model: DDP's forward may wait for the other ranks
         correct = (output.argmax(dim=1) == labels[batch]).sum().item()
         counts += torch.tensor([correct, len(batch)]).to(place())
 dist.all_reduce(counts)
-say(f"accuracy {counts[0] / counts[1]:.4f}: {counts[0]} of {counts[1]}, of a set of {SAMPLES}")
+say(f"accuracy {counts[0] / counts[1]:.4f}: {counts[0]} of {counts[1]}, in a set of {SAMPLES}")

@@ -1,10 +1,10 @@
-"""A checkpoint is complete or absent, and holds all that the next step needs.
+"""A checkpoint is complete or absent, and contains all that the next step needs.
 
     torchrun --nproc-per-node 2 examples/tricks/10_checkpoint.py
     ... --wrong in_place    # writes over the old file
-    ... --wrong optimizer   # keeps the weights alone
+    ... --wrong optimizer   # keeps only the weights
 
-A run saves every 10 steps. The power fails in the middle of the second save. Then the run is started again.
+A run saves every 10 steps. The power fails in the middle of the second save. Then the run is restarted.
 """
 
 import io
@@ -31,29 +31,29 @@ class PowerFailure(Exception):
 
 
 def save(path, state, fails):
-    """Write a state. If it `fails`, half of the bytes are on the disk."""
+    """Write a state. If it `fails`, only half of the bytes are on disk."""
     content = io.BytesIO()
     torch.save(state, content)
     target = path if wrong == "in_place" else path.with_suffix(".staged")
     with open(target, "wb") as file:
         file.write(content.getvalue()[: len(content.getvalue()) // (2 if fails else 1)])
         file.flush()
-        os.fsync(file.fileno())  # the bytes are on the disk before the name is
+        os.fsync(file.fileno())  # the bytes are on disk before the name is
     if fails:
         raise PowerFailure
-    os.replace(target, path)  # there is the old file or the new file, at any instant
+    os.replace(target, path)  # at any instant, the old or the new file exists
 
 
 def load(path):
-    """The newest state that can be read, or None."""
+    """The newest readable state, or None."""
     try:
-        return torch.load(path, map_location=place())  # and not the GPU of the rank that saved
-    except (OSError, RuntimeError, EOFError, UnpicklingError):  # absent, or not a whole file: torch has three errors
+        return torch.load(path, map_location=place())  # not onto the GPU of the rank that saved
+    except (OSError, RuntimeError, EOFError, UnpicklingError):  # missing, or incomplete: torch has three errors
         return None
 
 
 def train(path=None, failing=None):
-    """The weights after all steps, and the step at which the training began."""
+    """The weights after all steps, and the step at which the training started."""
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     state = load(path) if path else None  # every rank reads the file
@@ -63,7 +63,7 @@ def train(path=None, failing=None):
         if wrong != "optimizer":
             optimizer.load_state_dict(state["optimizer"])
     for step in range(begin, STEPS):
-        epoch, place = divmod(step, len(labels) // BATCH)  # the order is a function of the step, so it needs no saving
+        epoch, place = divmod(step, len(labels) // BATCH)  # the order is a function of the step, so it is not saved
         batch = shuffled(len(labels), epoch)[place * BATCH : (place + 1) * BATCH]
         mine = batch[rank::world]
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def train(path=None, failing=None):
                 save(path, state, fails=step + 1 == failing)
             elif step + 1 == failing:
                 raise PowerFailure
-            dist.barrier()  # all ranks, outside of the `if`: no rank goes on before the file is there
+            dist.barrier()  # all ranks, outside the `if`: no rank continues before the file exists
     return flat(model.parameters()), begin
 
 

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/tricks/11_order_and_seeds.py
     ... --wrong seeds   # each rank draws its own noise
-    ... --wrong order   # each rank shuffles a part of its own
+    ... --wrong order   # each rank shuffles its own shard
 
-Each rank also trains alone, with all samples. Its weights should be those of the ranks together.
+Each rank also trains by itself, with all samples. Its weights should equal those of the ranks together.
 """
 
 import torch
@@ -20,16 +20,14 @@ images, labels = digits()
 
 
 def prepare(number, epoch, stream):
-    """An image with noise: the same noise whichever rank or process prepares the image, and after every restart."""
+    """An image with noise: the same noise on every rank and process, and after every restart."""
     own = torch.Generator().manual_seed((SEED * 1000 + epoch) * len(labels) + number)
-    noise = torch.randn(
-        1, 8, 8, generator=stream if wrong == "seeds" else own
-    )  # on the CPU: every device gets the same
+    noise = torch.randn(1, 8, 8, generator=stream if wrong == "seeds" else own)  # on the CPU: the same for every device
     return images[number] + 0.2 * noise.to(place())
 
 
 def parts(epoch, rank, world):
-    """The samples of this rank for each step of an epoch, and the number of samples that all ranks have."""
+    """The samples of this rank for each step of an epoch, and the number of samples of all ranks."""
     if wrong == "order":
         own = torch.arange(rank, len(labels), world)
         own = own[shuffled(len(own), SEED * 1000 + epoch)]

@@ -1,10 +1,10 @@
-"""When it goes wrong: a rank that leaves out a step, and a barrier that only one rank reaches.
+"""When it goes wrong: a rank that skips a step, and a barrier that only one rank reaches.
 
     torchrun --nproc-per-node 2 examples/tricks/12_failing_and_hanging.py
-    ... --wrong unchecked   # nobody compares the steps
+    ... --wrong unchecked   # does not compare the steps
     ... --wrong barrier     # a barrier inside `if rank == 0`
 
-Rank 1 cannot read a sample of step 5, and goes on with the next batch. The ranks are now one step apart.
+Rank 1 cannot read a sample of step 5, and continues with the next batch. The ranks are now one step apart.
 """
 
 import time
@@ -27,7 +27,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def wait(work, what):
-    """Wait for a collective, but not for ever. torch waits for 30 minutes with gloo, and for 10 with NCCL."""
+    """Wait for a collective, but not forever. torch waits for 30 minutes with gloo, and for 10 with NCCL."""
     began = time.monotonic()
     try:
         work.wait(timedelta(seconds=PATIENCE_S))
@@ -51,7 +51,7 @@ try:
     for step, batch in enumerate(shuffled(len(labels), epoch=0).split(BATCH)):
         mine = batch[rank::world]
         if rank == 1 and step == 5 and wrong != "barrier":
-            continue  # a sample that cannot be read
+            continue  # an unreadable sample
         optimizer.zero_grad()
         (cross_entropy(model(images[mine]), labels[mine], reduction="sum") / len(batch)).backward()
         gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -62,9 +62,9 @@ try:
             parameter.grad.copy_(part.view_as(parameter))
         optimizer.step()
         if wrong == "barrier" and rank == 0 and step == 10:
-            # Rank 0 saves, and waits for rank 1, which never comes here. A monitored barrier names the missing rank.
+            # Rank 0 saves, and waits for rank 1, which never arrives here. A monitored barrier names the missing rank.
             dist.monitored_barrier(on_cpu, timeout=timedelta(seconds=PATIENCE_S))
     if rank == 1:
-        time.sleep(2 * PATIENCE_S)  # rank 1 has had its last batch, and does something else, such as evaluating
+        time.sleep(2 * PATIENCE_S)  # rank 1 has finished its last batch, and does something else, such as evaluating
 except (SystemExit, RuntimeError) as error:
     say(str(error).splitlines()[0])

@@ -1,4 +1,4 @@
-"""Sharding: each rank keeps a part of weights, gradients and optimizer state, and gathers a block while it computes.
+"""Sharding: each rank keeps a shard of weights, gradients and optimizer state, and gathers a block while it computes.
 
 torchrun --nproc-per-node 2 examples/tricks/13_sharding.py
 torchrun --nproc-per-node 2 examples/tricks/13_sharding.py --wrong   # shards the model as a single block

@@ -1,4 +1,4 @@
-"""Scaling: what a step sends does not depend on the batch, and what is not parallel limits the gain.
+"""Scaling: the bytes that a step sends do not depend on the batch, and what is not parallel limits the gain.
 
 torchrun --nproc-per-node 2 examples/tricks/14_scaling.py
 """
@@ -16,11 +16,11 @@ for size in (64, 512):
         mine = batch[rank::world]
         cross_entropy(model(images[mine]), labels[mine]).backward()
         steps += 1
-    say(f"batch {size}: {steps} steps, {sum(sent) // steps} bytes for each step, {sum(sent)} for the epoch")
+    say(f"batch {size}: {steps} steps, {sum(sent) // steps} bytes per step, {sum(sent)} for the epoch")
 
 
 def amdahl(ranks, serial):
-    """How many times faster `ranks` are than one, if a share `serial` of the time cannot be divided (Amdahl 1967)."""
+    """How many times faster `ranks` are than one, if a fraction `serial` of the time is not parallel (Amdahl 1967)."""
     return 1 / (serial + (1 - serial) / ranks)
 
 
@@ -31,6 +31,6 @@ def ring_s(gradient_bytes, ranks, bytes_per_s):
 
 for ranks in (8, 64, 512):
     little, much = amdahl(ranks, 0.01), amdahl(ranks, 0.1)
-    say(f"{ranks} ranks: {little:.1f} times as fast if 1 % is not divided, {much:.1f} if 10 %")
+    say(f"{ranks} ranks: {little:.1f} times as fast if 1 % is not parallel, {much:.1f} if 10 %")
 for name, bytes_per_s in (("Ethernet, 10 Gbit/s", 1.25e9), ("InfiniBand, 400 Gbit/s", 50e9)):
     say(f"100 million gradients in fp32 over 8 ranks, {name}: {1000 * ring_s(4e8, 8, bytes_per_s):.0f} ms")

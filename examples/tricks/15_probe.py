@@ -1,4 +1,4 @@
-"""Probing: each rank has a loss of its own, so ranks are compared by the loss of one batch that all of them compute.
+"""Probing: each rank has its own loss, so ranks are compared by the loss of one batch that all of them compute.
 
 torchrun --nproc-per-node 4 examples/tricks/15_probe.py
 torchrun --nproc-per-node 4 examples/tricks/15_probe.py --wrong   # flips a bit of a weight on rank 2
@@ -27,7 +27,7 @@ def on_all_ranks(value):
 
 
 def odd_one_out(values):
-    """The ranks that do not have the value that most ranks have."""
+    """The ranks whose value differs from the majority."""
     usual, _ = Counter(values).most_common(1)[0]
     return [rank for rank, value in enumerate(values) if value != usual]
 
@@ -50,7 +50,7 @@ with torch.no_grad():
     probe = nn.functional.cross_entropy(model.module(images[:64]), labels[:64]).item()
 losses = on_all_ranks(probe)
 say(f"the loss of each rank on the same samples: {', '.join(f'{v:.4f}' for v in losses)}")
-say(f"ranks whose loss is another number: {odd_one_out(losses)}")
+say(f"ranks whose loss differs: {odd_one_out(losses)}")
 for name, tensor in model.module.state_dict().items():
     others = odd_one_out(on_all_ranks(tensor.cpu().numpy().tobytes()))
     if others:

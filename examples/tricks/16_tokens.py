@@ -1,4 +1,4 @@
-"""Texts differ in length: the unit of a language model's loss is the token. Sums travel, and tokens divide them.
+"""Texts differ in length: the unit of a language model's loss is the token. Ranks sum, and divide by all tokens.
 
 torchrun --nproc-per-node 2 examples/tricks/16_tokens.py
 torchrun --nproc-per-node 2 examples/tricks/16_tokens.py --wrong   # the mean of the means of micro-batches and ranks
@@ -54,4 +54,4 @@ weights = [count / (counts_of * len(counts)) if wrong else 1.0 for counts_of in 
 say(f"tokens of the micro-batches: {', '.join(map(str, counts))}")
 say(f"weight of a token in each: {', '.join(f'{weight:.2f}' for weight in weights)}")
 say(f"loss: {shown:.4f}, of all texts at once {loss / count:.4f}")
-say(f"gradient, apart from that of all texts at once: {apart:.1e}")
+say(f"distance of the gradient from that of all texts at once: {apart:.1e}")

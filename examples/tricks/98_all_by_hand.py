@@ -1,8 +1,8 @@
-"""All tricks together, by hand. The number at the end of a line is the file that explains the line.
+"""All tricks together, by hand. The number at the end of a line is the file that explains it.
 
-    torchrun --nproc-per-node 2 examples/tricks/98_all_by_hand.py   # --device cuda: on two GPUs, by NCCL
+    torchrun --nproc-per-node 2 examples/tricks/98_all_by_hand.py   # --device cuda: on two GPUs, with NCCL
 
-It saves into runs/by_hand.pt. Stop it and start it again: it goes on.
+It saves into runs/by_hand.pt. Stop it and start it again: it resumes.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def resume(model, optimizer, scaler):
 
 
 def compare_steps(step):
-    """End the training where the ranks are at different steps."""
+    """End the training if the ranks are at different steps."""
     steps = [torch.zeros((), dtype=torch.long, device=DEVICE) for _ in range(dist.get_world_size())]  # 12
     dist.all_gather(steps, torch.tensor(step, device=DEVICE))  # 12
     if len(set(map(int, steps))) > 1:  # 12
@@ -88,7 +88,7 @@ def compare_steps(step):
 
 
 def evaluate(model, rank, world):
-    """The share of the held-back digits that the model recognises."""
+    """The fraction of the held-back digits that the model recognises."""
     images, labels = load(training=False)
     counts = torch.zeros(2, device=DEVICE)  # 08
     with torch.no_grad():
@@ -144,6 +144,6 @@ def main():
 
 dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", timeout=PATIENCE)  # 01
 main()
-# DDP's model holds the group, and refers to itself. So it is collected before the group is destroyed.
+# DDP's model holds the group in a cycle. So it is collected before the group is destroyed.
 gc.collect()  # 01
 dist.destroy_process_group()  # 01

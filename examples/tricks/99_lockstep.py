@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/tricks/99_lockstep.py
 
-It saves into runs/tricks. Stop it and start it again: it goes on.
+It saves into runs/tricks. Stop it and start it again: it resumes.
 """
 
 import os

@@ -2,7 +2,7 @@
 
     python examples/tricks/count_lines.py
 
-A line of code is neither empty, nor a comment, nor a part of a docstring.
+A line of code is not empty, not a comment, and not in a docstring.
 """
 
 import ast

@@ -15,19 +15,19 @@ from lockstep_recipes.recipes.digits import Digits
 
 
 def mistake(*names):
-    """The mistake that `--wrong NAME` asks for, or None. `--wrong` alone means the first name."""
+    """The mistake in `--wrong NAME`, or None. `--wrong` without a name means the first one."""
     return arguments(*names).wrong
 
 
 def arguments(*names):
     """The options of a trick: `wrong`, and `device`, which is cpu or cuda."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank, and NCCL")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank, NCCL")
     if names:
         parser.add_argument("--wrong", nargs="?", const=names[0], choices=names)
     given = parser.parse_args() if names else parser.parse_known_args()[0]
     if given.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
-        parser.error(f"--device cuda: each rank needs a GPU, and torch sees {torch.cuda.device_count()} here")
+        parser.error(f"--device cuda: each rank needs a GPU, but torch sees {torch.cuda.device_count()} here")
     return given
 
 
@@ -46,7 +46,7 @@ def start():
 
 
 def place():
-    """The device of this rank. What NCCL sends must be there: models, data, and counts that are summed over ranks."""
+    """The device of this rank. NCCL only sends what is on it: models, data, and counts that are summed over ranks."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -56,8 +56,8 @@ def place():
 def leave():
     """Leave the group when the script has ended, after the script's models are gone.
 
-    DDP's model holds the group. To destroy the group before the model can hang. To leave both to the end of Python can
-    abort the process, because gloo's threads may still need the interpreter (both seen with torch 2.13).
+    DDP's model holds the group. Destroying the group before the model can hang. Leaving both to the end of Python can
+    abort the process, because gloo's threads may still need the interpreter (both observed with torch 2.13).
     """
     if dist.is_initialized():
         vars(sys.modules["__main__"]).clear()
@@ -78,12 +78,12 @@ def make_model():
 
 
 def shuffled(count, epoch):
-    """The numbers below `count` in an order that depends on the epoch alone: drawn on the CPU, whatever the device."""
+    """The numbers below `count` in an order that only depends on the epoch: drawn on the CPU, whatever the device."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
 
 
 def accuracy(model):
-    """The share of the held-back digits that a model recognises."""
+    """The fraction of the held-back digits that a model recognises."""
     images, labels = digits(training=False)
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).float().mean().item()
@@ -100,7 +100,7 @@ def gradient(model):
 
 
 def deviation(value, truth):
-    """The length of the difference, as a share of the length of the truth."""
+    """The length of the difference, as a fraction of the length of the truth."""
     return ((value - truth).norm() / truth.norm()).item()
 
 
@@ -117,6 +117,6 @@ def count_traffic(model):
 
 
 def say(text):
-    """Print on rank 0 alone."""
+    """Print only on rank 0."""
     if dist.get_rank() == 0:
         print(text)

@@ -121,7 +121,7 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
     ("kind", "words"),
     [
         ("WithClosure", "WithClosure needs a closure"),
-        ("WithModes", "evaluates other weights than it trains"),
+        ("WithModes", "evaluates different weights than it trains"),
         ("WithList", "WithList keeps 'history' as a list"),
         ("leaves out", "the optimizer lacks parameters of the model: 0.weight"),
         ("nothing", "it returned a str"),

@@ -204,7 +204,10 @@ def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, 
         ({"stop_when": {"metric": "loss", "mode": "min", "patience": 1}}, "write `eval/NAME`, such as `eval/loss`"),
         ({"stop_when": {"metric": "eval/loss", "mode": "min"}}, "give patience, target, or both"),
         ({"max_time": "4 hours"}, "is no time"),
-        ({"eval_every_steps": 0}, r"nothing is evaluated, so there is no eval/loss\n.* or leave out train.stop_when$"),
+        (
+            {"eval_every_steps": 0},
+            r"the run never evaluates, so there is no eval/loss\n.* or leave out train.stop_when$",
+        ),
     ],
 )
 def test_bad_input_is_an_error_before_the_first_step(tmp_path, train, text):

@@ -138,7 +138,9 @@ EVALUATED = runs.config(train={"steps": 2, "eval_every_steps": 2})
     ],
 )
 def test_an_output_of_loss_that_is_not_that_of_predict_is_an_error_before_the_first_step(tmp_path, task, words):
-    with pytest.raises(UsageError, match="`loss` gives another output than `predict` for the same batch") as caught:
+    with pytest.raises(
+        UsageError, match="`loss` returns a different output than `predict` for the same batch"
+    ) as caught:
         runs.fit(task(), EVALUATED, tmp_path)
     assert caught.value.where == "Task.loss, Task.predict"
     assert words in caught.value.what
@@ -162,7 +164,7 @@ def error_on_rank(kind, strategy, folder):
 def test_ranks_compare_the_outputs_together(tmp_path, strategy):
     assert run_ranks(2, error_on_rank, LossWithOutput, strategy, tmp_path / "same") == ["", ""]
     for error in run_ranks(2, error_on_rank, OtherOutput, strategy, tmp_path / "other"):
-        assert "`loss` gives another output than `predict`" in error
+        assert "`loss` returns a different output than `predict`" in error
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -128,7 +128,7 @@ def test_a_shortage_on_one_rank_within_sync_batch_norm_halves_the_micro_batch_of
         "--nproc", ranks, "--max-restarts", 0, "--run-dir", tmp_path / "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("all ranks start again") == 1
+    assert done.stderr.count("all ranks restart") == 1
     note = json.loads((tmp_path / "run" / "micro.json").read_text())
     assert note["micro"] == 4
     assert "rank 1" in note["why"]

@@ -129,7 +129,7 @@ def test_restarts_are_counted_and_lost_nodes_are_not():
     lost = Ending((told(0, "lost the connection", node="a", lost_another=True),), step=7, lost=("b",))
     decision = decide(lost, spent, 3)
     assert decision.action is Action.RESTART
-    assert decision.text == "node b gave no sign of life\nall ranks stopped at step 7, and start again"
+    assert decision.text == "node b sent no heartbeat\nall ranks stopped at step 7, and restart"
     assert decision.history.restarts == 3
 
 
@@ -164,7 +164,7 @@ def test_a_request_stops_all_nodes():
 def test_a_node_that_is_lost_while_the_run_is_to_stop_does_not_start_it_again():
     decision = decide(Ending((told(0, "lost", node="a", lost_another=True),), asked=True, lost=("b",)), NEW, 3)
     assert decision.action is Action.STOP
-    assert "node b gave no sign of life while the run was to stop" in decision.text
+    assert "node b sent no heartbeat while the run was stopping" in decision.text
 
 
 def test_a_node_that_joins_costs_no_restart_and_a_request_to_stop_comes_first():
@@ -202,7 +202,7 @@ def test_the_node_of_a_guilty_rank_is_left_out_where_enough_are_left():
     decision = decide(Ending(failures, step=7, nodes=("a", "b", "c"), least=2), NEW, 0)
     assert (decision.action, decision.left_out) == (Action.RESTART, ("b",))
     assert decision.history == NEW  # it is no restart after a crash
-    assert decision.text.endswith("node b will take no part any more: the others go on")
+    assert decision.text.endswith("node b will no longer take part: the others continue")
     for ending in (
         Ending(failures, step=7, nodes=("a", "b", "c"), least=3),
         Ending(failures, step=7),  # one machine

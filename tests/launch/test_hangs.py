@@ -248,7 +248,7 @@ def test_what_differs_between_ranks_is_named():
     told = flight_recorder.describe({0: text(before, reduce), 1: text(before), 2: text(before, other), 3: ""})
     assert (
         "default_pg (0): rank 1 made only 16 collectives, and ranks 0, 2 made 17: "
-        "rank 1 did not come to nccl:all_reduce 17\n"
+        "rank 1 did not reach nccl:all_reduce 17\n"
     ) in told
     assert (
         "number 17 is not the same collective on all ranks: "
@@ -265,7 +265,7 @@ def test_what_differs_between_ranks_is_named():
     assert "made only" not in told
     assert flight_recorder.describe({0: "{}", 1: ""}) == ""
     same = flight_recorder.describe({0: text(reduce), 1: text(reduce)})
-    assert "did not come" not in same
+    assert "did not reach" not in same
     assert "not the same" not in same
 
 

@@ -55,7 +55,7 @@ def test_memory_that_others_keep_is_told_with_their_names(starts, monkeypatch, c
     monkeypatch.setattr(left_behind, "_FREED_S", -1.0)
     starts(Device(100 << 20))
     said = capfd.readouterr().err
-    assert "100 MiB of cpu are free, and 900 MiB were at the first start: process 7 (python) holds 900 MiB" in said
+    assert "100 MiB of cpu are free, but 900 MiB were at the first start: process 7 (python) holds 900 MiB" in said
 
 
 def test_nothing_is_noted_without_a_launcher_or_a_memory_of_its_own(starts, monkeypatch, tmp_path):

@@ -70,7 +70,7 @@ def test_interface_of_an_address():
 
 def test_a_place_to_meet_without_a_number_of_nodes_is_refused():
     # Each node would train alone, and none would say so.
-    with pytest.raises(UsageError, match="it is not said how many there are"):
+    with pytest.raises(UsageError, match="the number of nodes is missing"):
         node_address.several(None, "node0:29400")
     assert node_address.several(None, None) is None
     assert node_address.several("1", "node0:29400") is None

@@ -80,7 +80,7 @@ def test_two_nodes_train_as_one_and_name_the_node_of_a_killed_rank(launch, tmp_p
         (["--nnodes", "4:1"], "'4:1' is not a number of nodes"),
         (["--nnodes", "2"], "give --rendezvous HOST:PORT on all nodes"),
         (["--nnodes", "2", "--rendezvous", "node0:port"], "'node0:port' is not the address of a node"),
-        (["--rendezvous", "node0"], "it is not said how many there are"),
+        (["--rendezvous", "node0"], "the number of nodes is missing"),
         (["--nnodes", "2", "--rendezvous", "node0", "--wait-for-nodes", "inf"], "Invalid value for '--wait-for-nodes'"),
     ],
 )
@@ -114,7 +114,7 @@ def session(port):
     [
         ({"most": 3}, "--nnodes: '2' there, '2:3' here"),
         ({"keys": {"batch.global": 32}}, "batch.global: 64 there, 32 here"),
-        ({"run_id": "another"}, "belongs to another run: --rendezvous-id: 'mine' there, 'another' here"),
+        ({"run_id": "another"}, "belongs to a different run: --rendezvous-id: 'mine' there, 'another' here"),
     ],
 )
 def test_a_node_with_another_command_says_what_differs(session, port, other, words):
@@ -136,13 +136,13 @@ def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, c
     monkeypatch.setattr(node_address, "Clock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
     with pytest.raises(MissingNodesError) as caught:
         Session(nodes(port, wait_s=0.6), 1)
-    assert f"waited 0.6 s in vain for the node at 127.0.0.1:{port}" in str(caught.value)
+    assert f"gave up after waiting 0.6 s for the node at 127.0.0.1:{port}" in str(caught.value)
     assert "firewall" in str(caught.value)
     assert f"waiting for the node at 127.0.0.1:{port}" in capfd.readouterr().err
 
 
 def test_a_name_that_nobody_knows_is_waited_for_and_named(port):
-    with pytest.raises(MissingNodesError, match=r"the name no-such-host.invalid to be known"):
+    with pytest.raises(MissingNodesError, match=r"the host name no-such-host.invalid to resolve"):
         Session(nodes(port, endpoint=Endpoint("no-such-host.invalid", port), wait_s=0.6), 1)
 
 
@@ -151,7 +151,7 @@ def test_a_listener_that_is_no_launcher_is_named(port, monkeypatch):
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", port))
         foreign.listen()
-        with pytest.raises(UsageError, match="is no launcher of this command"):
+        with pytest.raises(UsageError, match="is not a launcher of this command"):
             Session(nodes(port), 1)
 
 
@@ -228,7 +228,7 @@ def test_a_request_to_stop_waits_for_the_ranks_once_the_nodes_have_met(monkeypat
 @pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", "0"])
 def test_a_wrong_time_until_a_node_counts_as_gone_is_refused(text, port, monkeypatch):
     monkeypatch.setenv(node_session.GONE_AFTER, text)
-    with pytest.raises(UsageError, match="no number of seconds"):
+    with pytest.raises(UsageError, match="not a number of seconds"):
         Session(nodes(port), 1)
     monkeypatch.setenv(node_session.GONE_AFTER, "1")
     assert node_session.gone_after_s() == 3
@@ -274,7 +274,7 @@ def test_nodes_meet_and_one_that_comes_later_waits_for_the_next_start(launchers)
         second._set_verdict(0, Ending((stopped,), joining=True))
         assert waits.result() is None
         decisions = [one.agree(0, None) for one in (first, second, late)]
-        assert {decision.text for decision in decisions} == {"a node joins: all ranks start again, with its ranks"}
+        assert {decision.text for decision in decisions} == {"a node joins: all ranks restart, including its ranks"}
         assert launchers().first == 1
         starts = list(pool.map(lambda one: one.meet(1), (first, second, late)))
     assert [start.rank for start in starts] == [0, 1, 2]
@@ -286,5 +286,5 @@ def test_a_node_that_came_and_went_is_known_to_all(launchers, monkeypatch):
     gone.session.notes.call(lambda store: store.append("0/here", f"{gone.session.id} "))
     assert here.meet(0) is None
     for one in (here, gone):
-        assert one.agree(0, None).text.startswith("node which came and went gave no sign of life")
+        assert one.agree(0, None).text.startswith("node which came and went sent no heartbeat")
     assert not here.members

@@ -212,8 +212,8 @@ def test_a_model_without_a_plan_and_groups_on_two_machines_are_named(tmp_path):
     found = plan(1, file=tmp_path / "without.py")
     assert found.recommended is None
     assert "parallel.tensor=2 was not tried: " in found.facts.notes[-1]
-    assert "nothing says how Model could be cut" in found.facts.notes[-1]
-    with pytest.raises(UsageError, match="2 ranks of a machine cannot be cut into tensor groups of 4"):
+    assert "there is no plan for sharding Model" in found.facts.notes[-1]
+    with pytest.raises(UsageError, match="2 ranks of a machine cannot be divided into tensor groups of 4"):
         plan(10**9, gpus=4, per_node=2, parallel={"tensor": 4})
     with pytest.raises(UsageError, match=r"compute\.compile"):
         plan(10**9, parallel={"tensor": 2}, compute={"compile": "model"})
@@ -224,4 +224,4 @@ def test_what_does_not_fit_however_it_is_cut_and_what_is_not_cut_are_named():
     assert plan(1).facts.notes[-1] == "parallel.tensor=4 does not make it fit"
     in_fp16 = plan(10**9, precision="fp16", parallel={"tensor": 2})
     assert in_fp16.recommended is None
-    assert "models that are cut are not trained in fp16" in in_fp16.reason
+    assert "tensor parallelism supports neither fp16" in in_fp16.reason

@@ -24,7 +24,7 @@ def layers(**named):
 
 
 REFUSED = [
-    (layers(a=nn.Linear(4, 4)), None, "nothing says how ModuleDict could be cut over 2 ranks"),
+    (layers(a=nn.Linear(4, 4)), None, "there is no plan for sharding ModuleDict over 2 ranks"),
     (layers(a=nn.Linear(4, 4)), {"b": "colwise"}, "no module matches 'b'"),
     (layers(a=nn.Linear(4, 4)), {"a": "colwize"}, "unknown style 'colwize'"),
     (layers(a=nn.Linear(4, 3)), {"a": "colwise"}, r"a \(out_features=3\) cannot be divided by 2"),
@@ -41,7 +41,7 @@ REFUSED = [
     (
         layers(a=layers(b=nn.Linear(4, 4), c=nn.BatchNorm1d(4))),
         {"a": "sequence_parallel", "a.b": "colwise"},
-        "a.c would see the tokens of one rank",
+        "a.c would see only the tokens of one rank",
     ),
 ]
 
@@ -69,11 +69,11 @@ class _Gives(nn.Module):
         (
             lambda part: (part, part.norm(dim=-1, keepdim=True)),
             torch.ones(2, 6, 4),
-            r"\(2, 3, 4\), \(2, 3, 1\), and not 3",
+            r"\(2, 3, 4\), \(2, 3, 1\) instead of 3",
         ),
-        (lambda part: {"hidden": part}, torch.ones(2, 6, 4), "a gives dict, and not 3 of 6 tokens"),
-        (lambda part: part.mean(dim=1), torch.ones(2, 6, 4), r"a gives \(2, 4\), and not 3"),
-        (lambda part: part, torch.ones(2, 4, dtype=torch.int64), r"a gets first torch.int64 of shape \(2, 4\)"),
+        (lambda part: {"hidden": part}, torch.ones(2, 6, 4), "a returns dict instead of 3 of 6 tokens"),
+        (lambda part: part.mean(dim=1), torch.ones(2, 6, 4), r"a returns \(2, 4\) instead of 3"),
+        (lambda part: part, torch.ones(2, 4, dtype=torch.int64), r"a first receives torch.int64 of shape \(2, 4\)"),
     ],
 )
 def test_a_block_of_parts_gets_and_gives_tokens(way, given, what):
@@ -102,9 +102,9 @@ SEEING = {"a.inner": "sequence_gather"}
 @pytest.mark.parametrize(
     ("mask", "more", "what"),
     [
-        ((2, 12, 3), {}, r"a gets first \(2, 12, 3\), and another tensor of the shape of its part"),
-        ((1, 12, 5), {}, r"a gives \(2, 6, 4\), and not 6 of 12 tokens .*: \(1, 6, width\)"),
-        ((2, 1, 6, 6), SEEING, r"a.inner gets first \(2, 6, 4\), and not 3 of 6 tokens"),
+        ((2, 12, 3), {}, r"a first receives \(2, 12, 3\), and a second tensor with its part's shape"),
+        ((1, 12, 5), {}, r"a returns \(2, 6, 4\) instead of 6 of 12 tokens .*: \(1, 6, width\)"),
+        ((2, 1, 6, 6), SEEING, r"a.inner first receives \(2, 6, 4\) instead of 3 of 6 tokens"),
     ],
 )
 def test_a_mask_is_not_taken_for_the_tokens_of_a_block(mask, more, what):
@@ -132,7 +132,7 @@ def test_heads_that_do_not_divide_are_named_though_rows_do():
 @pytest.mark.parametrize("words", [[0, 5], [-1, 4]])
 def test_words_that_a_cut_embedding_does_not_have_are_named(words):
     embedding = nn.Embedding(5, 4)
-    with pytest.raises(TrainingError, match=f"embedding has 5 rows, and was given {words[0]} to {words[1]}"):
+    with pytest.raises(TrainingError, match=f"embedding has 5 rows, but was given {words[0]} to {words[1]}"):
         strategy._check_words("embed", embedding, (torch.tensor(words),))
     strategy._check_words("embed", embedding, (torch.arange(5),))
 
@@ -169,8 +169,8 @@ KEYS = {
     "precision=fp16": {"precision": "fp16"},
     "data.on_error=skip": {"data": {"on_error": "skip"}},
     "find_unused_parameters": {"parallel": {"find_unused_parameters": True}},
-    "cannot be cut into tensor groups of 4": {"parallel": {"tensor": 4}},
-    "nothing says how": {"plan": {}},
+    "cannot be divided into tensor groups of 4": {"parallel": {"tensor": 4}},
+    "there is no plan for sharding": {"plan": {}},
 }
 
 

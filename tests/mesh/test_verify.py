@@ -22,7 +22,7 @@ WORDS = {
     "Right": "",
     "Across": "the first module that differs is blocks.0.down (",
     "Unsummed": "of_head.",
-    "OneLayer": "parallel.tensor=2: blocks.0.down fails where the model is cut: mat1 and mat2",
+    "OneLayer": "parallel.tensor=2: blocks.0.down fails in the sharded model: mat1 and mat2",
     "Misspelled": "Task.tensor_plan: no module matches 'block.*.up'",
 }
 
@@ -32,7 +32,7 @@ def test_the_first_difference_of_a_model_that_is_cut_is_named():
         assert found["Right"] == ""
         found["OneLayer"] = found["OneLayer"].replace("cut: addmm: ", "cut: ")  # so says torch 2.15
         assert {name: text for name, text in found.items() if WORDS[name] not in text} == {}
-        assert ", and blocks.0.up before it is right." in found["Across"]
+        assert ", and blocks.0.up before it is correct." in found["Across"]
 
 
 def verified(name, nproc, folder, checks, parallel, **more):
@@ -45,7 +45,7 @@ def verified(name, nproc, folder, checks, parallel, **more):
 def test_verify_finds_a_plan_that_cuts_across_a_norm(tmp_path):
     (check,) = verified("Across", 2, tmp_path, ["strategies"], ON_TWO).values()
     assert check.status == "fault"
-    assert "2 ranks with ddp and parallel.tensor=2 train another model than one process" in check.reason
+    assert "2 ranks with ddp and parallel.tensor=2 train a different model than one process" in check.reason
     assert WORDS["Across"] in check.reason
     assert list(check.curves) == [
         "one process",
@@ -77,7 +77,7 @@ def test_verify_ends_before_any_check_where_the_mesh_or_the_plan_is_refused(tmp_
 def test_ranks_of_a_group_that_get_other_batches_are_a_fault():
     alike, other = recording([1.0], batches={0: [1, 2]}), recording([1.0], batches={0: [1, 3]})
     made = experiments({"undisturbed": [alike, alike, alike, other]}, nproc=4, parallel={"tensor": 2})
-    assert on_mesh.samples(made).reason == "ranks 2 and 3 are of one tensor group, and get other batches"
+    assert on_mesh.samples(made).reason == "ranks 2 and 3 are in one tensor group, but get different batches"
 
 
 def test_parts_of_a_tensor_are_compared_with_what_ranks_held():
@@ -110,7 +110,7 @@ def test_a_step_of_a_mesh_again_is_as_logged_on_the_mesh_and_on_one_rank(tmp_pat
     sections |= {"parallel": ON_TWO, "batch": {"micro": 5}}
     run_ranks(2, mesh_cases.fit, sections, None, tmp_path / "run")
     report, other = run_ranks(2, plan_cases.replayed, tmp_path / "run", sections, 6, Wants())
-    assert report.saved == other.saved == "the same bits as checkpoint 6"
+    assert report.saved == other.saved == "bitwise equal to checkpoint 6"
     assert [one.step for one in report.steps] == [4, 5, 6]
     assert report.steps[-1].grad_norm == report.logged["train/grad_norm"]
     assert report.steps[-1].loss == pytest.approx(report.logged["train/loss"], rel=1e-14)

@@ -76,7 +76,7 @@ def test_the_first_step_is_told_before_the_first_entry_and_later_steps_are_not()
     writer.progress(70)
     _, first, entry = output.getvalue().splitlines()
     assert first.startswith("step 1/100  ")
-    assert first.endswith(" s after the beginning")
+    assert first.endswith(" s after the start")
     assert entry == entry_line(ENTRY, 100)
 
 
@@ -94,8 +94,8 @@ def test_a_log_that_is_not_a_terminal_has_a_line_a_minute_with_the_time_left():
         writer.progress(100)
     _, *lines = output.getvalue().splitlines()
     assert lines == [
-        "step 1/100  300.0 s after the beginning",
-        "step 4/100  6 min 15 s after the beginning, about 40 min 00 s left",
+        "step 1/100  300.0 s after the start",
+        "step 4/100  6 min 15 s after the start, about 40 min 00 s left",
         entry_line(ENTRY | {"step": 7}, 100),
     ]
     again = io.StringIO()
@@ -148,7 +148,7 @@ print("trained on", file=sys.stderr)
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait() == 0
-    assert errors == "warning: the console cannot be written: Broken pipe; training goes on\ntrained on\n"
+    assert errors == "warning: the console cannot be written: Broken pipe; training continues\ntrained on\n"
 
 
 def test_results_of_many_questions_are_in_the_file_and_not_in_the_line():

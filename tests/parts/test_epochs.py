@@ -143,9 +143,9 @@ def test_epochs_begin_and_end_with_a_line(tmp_path):
     results = Trainer(settings_of_epochs(), run_dir=tmp_path / "a", quiet=True).fit(Sized())
     lines = epoch_lines(tmp_path / "a")
     assert [line.split(":")[0] for line in lines] == [
-        f"epoch {number} of 3 {verb}" for number in (1, 2, 3) for verb in ("begins", "ends")
+        f"epoch {number} of 3 {verb}" for number in (1, 2, 3) for verb in ("starts", "ends")
     ]
-    assert lines[2] == f"epoch 2 of 3 begins: steps {steps + 1} to {2 * steps}, learning rate 0.01, image size 16"
+    assert lines[2] == f"epoch 2 of 3 starts: steps {steps + 1} to {2 * steps}, learning rate 0.01, image size 16"
     shown = {
         name: value
         for name, value in results.items()
@@ -217,7 +217,7 @@ def test_resumed_run_goes_on_with_its_epoch(task, stop, tmp_path):
         head, results = expected[1].split("train loss")
         assert lines == [expected[0], f"{head}{results.split('; ')[1]}", *expected[2:]]
     else:
-        assert lines[3].startswith("epoch 2 of 3 goes on after step 7: steps 6 to 10, learning rate")
+        assert lines[3].startswith("epoch 2 of 3 resumes after step 7: steps 6 to 10, learning rate")
         assert re.match(r"epoch 2 of 3 ends: train loss \S+ \(of the last 3 steps\); eval loss", lines[4])
         assert [*lines[:3], *lines[5:]] == [*expected[:3], *expected[4:]]
 

@@ -165,9 +165,9 @@ def test_writer_that_cannot_be_made_is_told_with_its_entry_class_and_remedy(tmp_
     names = [f"{tmp_path}/one.py:Notes", f"{tmp_path}/other.py:Notes"]
     open_writers(run_info(tmp_path), names, quiet=True)
     assert capsys.readouterr().err == (
-        "warning: Notes cannot be opened: TypeError: no pen; training goes on\n"
+        "warning: Notes cannot be opened: TypeError: no pen; training continues\n"
         f"  remedy: remove the cause, or leave {names[0]} (class Notes) out of log.writers\n"
-        f"warning: Notes of {names[1]} cannot be opened: No ink; training goes on\n"
+        f"warning: Notes of {names[1]} cannot be opened: No ink; training continues\n"
         f"  remedy: remove the cause, or leave {names[1]} (class Notes) out of log.writers\n"
     )
 

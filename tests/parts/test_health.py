@@ -44,7 +44,7 @@ def test_a_change_is_told_again():
     judge, slow = Health(NODES), [1.0, 1.0, 5.0, 1.0]
     look(judge, slow), look(judge, slow)
     assert look(judge) == []
-    assert look(judge) == ["rank 2 (node b, cuda:0): not late any more"]
+    assert look(judge) == ["rank 2 (node b, cuda:0): no longer late"]
     look(judge, EVEN, [0.0, 0.0, 4.0, 0.0])
     assert "waits for data" in look(judge, EVEN, [0.0, 0.0, 4.0, 0.0])[0]
     look(judge, slow)

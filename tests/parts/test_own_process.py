@@ -92,7 +92,7 @@ def test_process_that_fails_is_one_warning(opened, tmp_path, capsys, steps, told
     use(writers, steps)
     for writer in writers:
         writer.close()
-    warning = f"warning: Apart cannot be written: {told.format(folder=tmp_path)}; training goes on"
+    warning = f"warning: Apart cannot be written: {told.format(folder=tmp_path)}; training continues"
     assert capsys.readouterr().err == f"{warning}\n"
 
 
@@ -105,7 +105,7 @@ def test_process_that_hangs_delays_no_step_and_is_ended_after_the_training(opene
         one.close()
     assert writer.process.returncode == -signal.SIGKILL
     err = capsys.readouterr().err
-    assert "some calls are left out" in err or "did not end within 0.2 s" in err
+    assert "some calls are dropped" in err or "did not end within 0.2 s" in err
 
 
 def test_process_ends_when_the_training_is_killed(opened, tmp_path):

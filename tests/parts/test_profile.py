@@ -25,7 +25,7 @@ def test_a_window_is_two_steps_or_a_number_of_steps(text, window):
 
 @pytest.mark.parametrize("text", ["", "0", "10-5", "0-3", "5-", "-5", "a", "1-2-3", "2.5"])
 def test_anything_else_is_an_error(text):
-    with pytest.raises(UsageError, match="names no steps"):
+    with pytest.raises(UsageError, match="does not name steps"):
         profile.parse(text)
 
 

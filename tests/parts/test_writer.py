@@ -54,7 +54,7 @@ def test_log_that_fails_is_told_once_on_stderr_and_in_the_others(capsys, fails, 
     makers = {"good": lambda: good.append(Log()) or good[-1], "bad": lambda: Log(fails)}
     logs = guard_writers(dict(reversed(makers.items())) if first else makers)
     use(logs)
-    told = "warning: bad cannot be written: No space left on device; training goes on"
+    told = "warning: bad cannot be written: No space left on device; training continues"
     assert capsys.readouterr().err == f"{told}\n"
     assert len(good) == 1
     assert [one for one in good[0].got if one != ("message", told)] == EVERYTHING
@@ -79,7 +79,7 @@ def test_any_error_is_survived(capsys, error):
 def test_all_logs_may_fail(capsys):
     use(guard_writers({name: lambda: Log(["open"]) for name in ("one", "other")}))
     assert sorted(capsys.readouterr().err.splitlines()) == [
-        f"warning: {name} cannot be written: No space left on device; training goes on" for name in ("one", "other")
+        f"warning: {name} cannot be written: No space left on device; training continues" for name in ("one", "other")
     ]
 
 
@@ -117,5 +117,5 @@ def test_guard_warns_once(capsys):
     guard = WriteGuard("arrays", lambda: Log(["record"], ValueError("odd")), warnings.append)
     for step in range(3):
         guard.record({"step": step})
-    assert warnings == ["warning: arrays cannot be written: ValueError: odd; training goes on"]
+    assert warnings == ["warning: arrays cannot be written: ValueError: odd; training continues"]
     assert capsys.readouterr().err == f"{warnings[0]}\n"

@@ -92,7 +92,7 @@ def test_waiting_for_data_with_workers_and_pictures(tmp_path):
     sections = {"data": {"train": "x", "workers": 4}, "task": {"kind": "classification"}}
     found = advice(tmp_path, figures={"train/wait_share": 0.5}, **sections)["waiting for data"]
     assert found.changes == ("data.workers=9", "data.cache=decoded")
-    assert "more than the 8 CPU threads" in found.note
+    assert "exceed the 8 CPU threads" in found.note
     sections["data"]["cache"] = "decoded"
     assert advice(tmp_path, figures={"train/wait_share": 0.5}, **sections)["waiting for data"].changes == (
         "data.workers=9",
@@ -109,11 +109,11 @@ def test_the_rank_that_waits_for_data_is_named(tmp_path):
 def test_a_slow_rank_is_named(tmp_path):
     times = by_rank(compute=[10, 30], data_wait=[0, 0])
     found = advice(tmp_path, world=2, figures=times)["a slow rank"]
-    assert "Rank 1 computes slower" in found.finding
+    assert "Rank 1 computes more slowly" in found.finding
     assert "3.0 times as long" in found.finding
     assert found.saves_share == pytest.approx(0.2)
     assert found.changes == ()
-    assert "60% if its last backward pass is slower, too" in found.gain
+    assert "60% if its last backward pass is also slower" in found.gain
     # With compiled blocks under fsdp, the times are not known, and logged as 0.
     unknown = by_rank(compute=[0, 0], data_wait=[0, 0])
     assert "a slow rank" not in advice(tmp_path, world=2, figures=unknown, parallel={"strategy": "fsdp"})
@@ -131,13 +131,13 @@ def test_a_rank_that_is_slow_now_and_then_is_not_blamed(tmp_path):
 def test_a_damaged_run_is_not_said_to_be_without_limits(tmp_path):
     made_up(tmp_path, figures={"train/wait_share": None})
     shown = advise.text(advise.advise(tmp_path))
-    assert "does not say how long the training waits for data" in shown
+    assert "does not show how long training waits for data" in shown
     (tmp_path / "metrics.jsonl").write_text("no JSON\n")
     (tmp_path / "config.yaml").write_text("{[")
     lost = advise.text(advise.advise(tmp_path))
-    assert "nothing can be said" in lost
+    assert "so there is no advice" in lost
     assert "metrics.jsonl: 1 line is damaged" in lost
-    assert "without config.yaml, values of keys below are the defaults" in lost
+    assert "config.yaml is missing: values of keys below are defaults" in lost
     assert "Nothing in this log limits" not in shown + lost
 
 
@@ -175,7 +175,7 @@ def test_crashes_whose_steps_are_done_again(tmp_path):
     assert figures.lost.restarts == 1  # the other start was asked to stop
     assert figures.lost.steps == 40
     found = {one.name: one for one in advise.of_figures(figures).advice}["restarts"]
-    assert "40 steps were done again: 40% of the time" in found.finding
+    assert "40 steps were repeated: 40% of the time" in found.finding
     # A save takes 0.01 s, and the run 10.01 s: sqrt(2 x 0.01 x 10.01) s.
     assert found.changes == ("checkpoint.every_minutes=0.00746",)
 
@@ -199,8 +199,8 @@ def test_a_gpu_that_computes_little(tmp_path):
     memory = {"peak_mb": 70_000.0, "activations_mb": 60_000.0}
     found = on_gpu(tmp_path, figures=figures, memory=memory, task={"kind": "segmentation"})["low utilisation"]
     assert found.changes == ("compute.compile=blocks", "compute.channels_last=true")
-    assert "1.0 ms: likely the host" in found.finding
-    assert "3.0 times as fast if it reached 30 %" in found.gain
+    assert "1.0 ms: the host probably" in found.finding
+    assert "3.0 times as fast at 30 %" in found.gain
     slow = on_gpu(tmp_path, figures={"train/mfu": 0.1}, memory=memory)["low utilisation"]
     assert "host" not in slow.finding
 
@@ -258,7 +258,7 @@ def test_memory_that_did_not_suffice(tmp_path):
     (tmp_path / "micro.json").write_text(json.dumps({"asked": [[0, 64]], "world": 1, "micro": 16}))
     found = on_gpu(tmp_path)["out of memory"]
     assert found.changes == ("batch.micro=16",)
-    assert "micro-batches went from 64 to 16 samples" in found.finding
+    assert "micro-batches were reduced from 64 to 16 samples" in found.finding
     (tmp_path / "micro.json").write_text("[]")
     assert "out of memory" not in on_gpu(tmp_path)
 
@@ -284,7 +284,7 @@ def test_a_run_without_entries(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     advised = advise.advise(tmp_path)
     assert advised.advice == []
-    assert "no entry" in advise.text(advised)
+    assert "no training entries" in advise.text(advised)
     json.dumps(advise.as_json(advised), allow_nan=False)
 
 

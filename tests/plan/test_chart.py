@@ -67,7 +67,7 @@ def test_a_bar_that_is_far_too_long_is_cut():
 def test_activations_that_are_not_known_are_said():
     tree = drawn([bar(parameters=5)._replace(is_complete=False, fits=None)])
     assert "5.0 GB + ?" in texts(tree)
-    assert "activations are not known" in widths(tree)
+    assert "activations are unknown" in widths(tree)
 
 
 def test_the_chosen_bar_the_reserve_and_the_legend():
@@ -75,7 +75,7 @@ def test_the_chosen_bar_the_reserve_and_the_legend():
     assert "★ ddp, fp32" in texts(tree)
     assert {"parameters", "optimizer"} <= set(texts(tree))
     assert "gradients" not in texts(tree)
-    assert any("10% shall stay free" in text for text in texts(tree))
+    assert any("10% reserved" in text for text in texts(tree))
 
 
 def test_bars_that_are_far_below_the_limit_have_a_scale_of_their_own():

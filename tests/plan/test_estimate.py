@@ -218,9 +218,9 @@ def test_without_a_trace_states_are_exact_and_activations_unknown():
     [
         (("single", 8, {}), "8 GPUs would train 8 models"),
         (("fsdp", 1, {}), "nothing to shard"),
-        (("hybrid", 8, {}), "there is one group"),
+        (("hybrid", 8, {}), "only one group"),
         (("ddp", 8, {"offload": True}), "only sharded training can offload"),
-        (("hybrid", 8, {"shard_ranks": 3}), "cannot be cut into groups of 3"),
+        (("hybrid", 8, {"shard_ranks": 3}), "cannot be divided into groups of 3"),
     ],
 )
 def test_strategies_that_cannot_apply(arguments, words):

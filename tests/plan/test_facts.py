@@ -215,7 +215,7 @@ def test_a_model_that_cannot_run_has_exact_states_and_unknown_activations():
     facts = plain(Broken())
     assert not facts.passes
     assert facts.elements == 433
-    assert "Activations are not known" in facts.notes[-1]
+    assert "Activations are unknown" in facts.notes[-1]
 
 
 def test_torch_logs_nothing_about_a_model_that_cannot_run(caplog):

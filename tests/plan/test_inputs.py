@@ -17,7 +17,7 @@ def test_sizes_and_bandwidths():
     with pytest.raises(UsageError, match="80 bytes"):
         inputs.size("80", "--gpu-memory")
     for text in ("fast", "50", "0GB/s"):
-        with pytest.raises(UsageError, match="is no bandwidth"):
+        with pytest.raises(UsageError, match="is not a bandwidth"):
             inputs.bandwidth(text, "--link-bandwidth")
 
 
@@ -43,5 +43,5 @@ def test_bad_worlds():
         inputs.world(8, gpu_name="H1000")
     with pytest.raises(UsageError, match="do not fill nodes"):
         inputs.world(12, gpus_per_node=8, gpu_memory="80GB")
-    with pytest.raises(UsageError, match="is no share"):
+    with pytest.raises(UsageError, match="is not a fraction"):
         inputs.world(8, gpu_memory="80GB", utilisation=40)

@@ -212,14 +212,14 @@ def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     rows = [Difference("peak", 5.4e9, 6e9, "bytes"), Difference("activations", None, 1e9, "bytes")]
     said = text(rows, FOUND, setting.world.peak_flops)
     assert "-10.0%" in said
-    assert "buffers inside of operators" in said
+    assert "buffers inside operators" in said
     near = [rows[0]._replace(estimated=5.9e9), Difference("operations of a sample", 2, 1, "flops")]
     assert "buffers inside" not in text(near, FOUND)
     assert "the measured samples were shorter" in text(near, FOUND)
     assert "not known" in said
     assert "memory by max_memory_allocated" in said
     # 16 samples of 10^12 operations in 0.05 s
-    assert "320 x 10^12 operations in a second, 32% of its peak: --utilisation 0.32" in said
+    assert "320 x 10^12 operations per second, 32% of its peak: --utilisation 0.32" in said
     part_of_a_gpu = dataclasses.replace(FOUND, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert setting_of(settings, part_of_a_gpu, 0.4).world.peak_flops is None
 

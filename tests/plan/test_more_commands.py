@@ -23,7 +23,7 @@ def test_advice(call, tmp_path):
     made_up(tmp_path / "run", figures={"train/wait_share": 0.5})
     done = call("--advise", "run")
     assert done.exit_code == 0
-    assert "1. The training waits for data: 50%" in done.stdout
+    assert "1. Training waits for data 50%" in done.stdout
     assert "change: data.workers=2" in done.stdout
     content = json.loads(call("--advise", "run", "--json", "-").stdout)
     assert content["advice"][0]["changes"] == ["data.workers=2"]
@@ -72,4 +72,4 @@ def test_chart_energy_and_price(call, tmp_path):
             assert epoch["kilowatt_hours"] == pytest.approx(0.7 * hours)
             assert epoch["price"] == pytest.approx(2 * hours)
     # Without the GPU's name the time is not known.
-    assert "not known, because the time is not" in call(SMALL, "--gpu-memory", "80GB", "--watts", 700).stdout
+    assert "are unknown, because the time is" in call(SMALL, "--gpu-memory", "80GB", "--watts", 700).stdout

@@ -52,7 +52,7 @@ def test_a_recipe_with_data_in_the_package():
     assert result.exit_code == 0, result.output
     assert "* ddp, fp32" in result.stdout
     assert "batch: 64 samples = micro-batches of 32 x 1 on 2 GPUs" in result.stdout
-    assert "so short a step may be bound by the host" in result.stdout
+    assert "a step this short may be limited by the host" in result.stdout
     assert "keys: parallel.strategy=ddp" in result.stdout
 
 
@@ -101,14 +101,14 @@ def test_what_is_known_of_data_that_are_not_here_can_be_said():
 def test_what_the_data_tell_is_not_said_again(arguments):
     result = plan(*arguments, "--gpus", "2", "--gpu-memory", "1GB")
     assert result.exit_code == 2
-    assert f"{arguments[-2]}: is for data that are not here" in result.stderr
+    assert f"{arguments[-2]}: is only for data that are not on this machine" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (["ct_small"], "this task has no classes"),
-        (["segmentation", "task.classes=[sky, road]"], "task.classes tells the classes already"),
+        (["segmentation", "task.classes=[sky, road]"], "task.classes already sets the classes"),
     ],
 )
 def test_classes_that_would_change_nothing_are_refused(arguments, why):
@@ -149,7 +149,7 @@ def test_a_plan_is_written_into_a_file(tmp_path):
         (["digits"], "memory of a GPU is not given"),
         (["digits", "--gpu", "H10"], "the nearest is"),
         (["digits", "--gpu-memory", "much"], "is no size"),
-        (["digits", "--gpu", "H100", "--save-seconds", "3"], "belong together"),
+        (["digits", "--gpu", "H100", "--save-seconds", "3"], "go together"),
         (["digits", "--gpu", "H100", "data.train=none.csv"], "none.csv"),
         (["cifar_", "--gpu", "H100"], "cifar"),
     ],
@@ -195,7 +195,7 @@ def test_gpus_without_samples_are_named(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     config = config_file.load(f"{tmp_path / 'mine.py'}:Mine", ["batch.global=3"])
     found = command.plan_of(config, World(4, 4, memory_bytes=10**9), precisions=["fp32"])
-    assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them have no sample")
+    assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them never get a sample")
     large = replace(found.facts, global_batch=21)  # of 20 samples
     assert (
         "batch.global=21 is more than the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]

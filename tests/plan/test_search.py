@@ -91,7 +91,7 @@ def test_offloading_is_the_last_that_is_recommended_and_more_gpus_are_named():
 
 def test_strategies_that_cannot_apply_are_told():
     plan = search(FACTS, world())
-    assert "there is one group" in option(plan, "hybrid").reason
+    assert "only one group" in option(plan, "hybrid").reason
     assert option(search(written_facts(FACTS.parameters, blocks=0), world(1)), "recompute").estimate is None
     assert {each.name for each in search(FACTS, world(1)).options} == {
         "single, fp32",

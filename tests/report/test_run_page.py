@@ -31,7 +31,7 @@ def test_a_real_run(tmp_path):
     assert loss["labels"] == ["train/loss", "eval/loss"]
     assert [table[0] for table in loss["tables"]] == [[5, 10, 15, 20], [10, 20]]
     assert "best: min eval/loss" in read.text
-    assert "Nothing was verified" in read.text
+    assert "This run has not been verified" in read.text
     assert "Sequential" in read.text
 
 
@@ -87,9 +87,9 @@ def test_a_task_that_no_command_can_make_is_in_no_command(tmp_path):
     [
         (["train.py", "--fast"], "python train.py --fast"),
         (["/x/lockstep/__main__.py", "train", "toy"], "lockstep train toy --nproc 2"),
-        ("text", "does not say by which command"),
-        ([], "does not say by which command"),
-        (None, "does not say by which command"),
+        ("text", "does not contain the command"),
+        ([], "does not contain the command"),
+        (None, "does not contain the command"),
     ],
 )
 def test_other_commands(tmp_path, given, shown):
@@ -194,13 +194,13 @@ def test_a_run_that_goes_on(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "train/lo')
     read = page(folder)
-    assert "Not complete: at step 5 of 20, it goes on or was killed" in read.text
+    assert "Not complete: at step 5 of 20, running or killed" in read.text
     assert "1 line is damaged or half written" in read.text
     with locks.locked(folder / ".lock"):
         read = page(folder)
-        assert "Not complete: at step 5 of 20, it goes on (last line" in read.text
+        assert "Not complete: at step 5 of 20, running (last line" in read.text
     assert "Not complete: at step 5 of 20, it was killed, or failed" in page(folder).text
-    assert "Nothing is evaluated yet" in read.text
+    assert "Nothing was evaluated yet" in read.text
 
 
 def test_several_sets_of_evaluation_data(tmp_path):
@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_no_metric_says_which_checkpoint_is_best(tmp_path):
     folder = write_run(tmp_path, checkpoint={})
     write_checkpoint(folder, 30, {})
-    assert "does not say which checkpoint is best" in page(folder).text
+    assert "does not define the best checkpoint" in page(folder).text
 
 
 def test_pictures_have_a_limit(tmp_path):
@@ -266,7 +266,7 @@ def test_pictures_have_a_limit(tmp_path):
     (folder / "samples" / "fake.png").write_bytes(b"<svg onload=alert(1)>")
     text = "".join(evaluations.parts(run.read(folder), room=1100))
     assert text.count("data:image/png") == 2
-    assert "2 pictures are left out" in text
+    assert "2 images are left out" in text
 
 
 def test_a_page_that_is_full_stays_below_five_megabytes(tmp_path, monkeypatch):

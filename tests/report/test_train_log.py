@@ -19,8 +19,8 @@ def test_each_start_says_from_where_to_where(tmp_path):
     assert [start.seconds for start in log.starts] == [3, 11]
     assert [start.is_complete for start in log.starts] == [False, True]
     killed, complete = timeline.endings(log.starts)
-    assert killed.startswith("no last word in the log")
-    assert killed.endswith("2 steps done again")
+    assert killed.startswith("the log ends without a reason")
+    assert killed.endswith("2 steps repeated")
     assert complete == "complete"
 
 
@@ -39,7 +39,7 @@ def test_the_first_line_that_a_writer_writes_is_a_start(tmp_path):
         ("stopped by SIGTERM at step 15 of 20, saved", "stopped by SIGTERM at step 15 of 20, saved", False),
         ("stopped by SIGINT before the first step", "stopped by SIGINT before the first step", False),
         ("the training ended at step 12 of 20: no better", "the training ended at step 12 of 20: no better", True),
-        ("something else", "goes on, or was killed", False),
+        ("something else", "is running or was killed", False),
     ],
 )
 def test_how_a_start_ended(tmp_path, line, ending, complete):

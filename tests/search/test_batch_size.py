@@ -41,11 +41,11 @@ def test_the_text_names_keys_a_margin_and_sizes_that_are_no_faster():
     assert "keys: batch.micro=27" in told(31, 32)  # 30 samples ran, and nine tenths are advised
     whole = told(32, 32)
     assert "keys: batch.micro=32" in whole
-    assert "all samples that a rank has" in whole
-    assert "fits: 4, of --most" in told(4, 4)
+    assert "the rank's whole share" in whole
+    assert "fits: 4, the limit of --most" in told(4, 4)
     larger = told(128, 128)
     assert "keys: batch.global=256 batch.micro=128" in larger
-    assert "is another training" in larger
+    assert "is a different training" in larger
     assert "larger is not faster: 8 has 8 samples/s" in told(32, 32, per_s=lambda size: float(min(size, 8)))
 
 

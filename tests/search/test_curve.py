@@ -46,7 +46,7 @@ def test_the_steepest_descent_is_found_with_noise(steepest):
         ([2.3] * 100, ""),
         ([2.3 + 0.1 * (-1) ** step - 0.001 * step for step in range(100)], "flat"),
         ([2.3, 2.2], "only 2 steps"),
-        ([], "nothing was learned yet"),
+        ([], "there are no losses"),
     ],
 )
 def test_without_a_fall_there_is_no_suggestion(losses, why):
@@ -71,7 +71,7 @@ def test_the_end_is_four_times_the_least():
 
 @pytest.mark.parametrize(
     ("low", "high", "steps", "what"),
-    [(1.0, 0.1, 100, "--from 1e-7"), (0.0, 1.0, 100, "no range"), (1e-5, 1.0, 5, "--steps")],
+    [(1.0, 0.1, 100, "--from 1e-7"), (0.0, 1.0, 100, "is not a range"), (1e-5, 1.0, 5, "--steps")],
 )
 def test_what_is_no_range_is_refused(low, high, steps, what):
     with pytest.raises(UsageError, match=what):

@@ -192,7 +192,7 @@ def test_a_failure_is_noted_and_three_alike_end_the_sweep(tmp_path):
         message = f"step 1{number}\n[rank 0] error: step 1{number}, rank 0: the loss is nan\n  remedy: lower optim.lr\n"
         (run.folder / sweep.SPEC).write_text(json.dumps(run.order(trials=6).spec()))
         run.order().log_of(number).write_text(message)
-    with pytest.raises(TrainingError, match="3 trials in a row failed with the same error"):
+    with pytest.raises(TrainingError, match="3 consecutive trials failed with the same error"):
         run.go(trials=6)
     assert [one.state for one in run.records()] == [study.FAILED, study.DONE] + [study.FAILED] * 3
     assert run.records()[0].error == "step 10, rank 0: the loss is nan\n  remedy: lower optim.lr"
@@ -239,7 +239,7 @@ def test_a_trial_that_has_a_checkpoint_goes_on_from_its_step(tmp_path):
     (newest / manifest.MANIFEST).write_text(manifest.signed({"step": 20, "files": {}, "metrics": {}}))
     run.go(trials=1)
     first, again, done = run.lines
-    assert again == first.replace("begins", "goes on from step 20")
+    assert again == first.replace("starts", "resumes from step 20")
     assert "done" in done
 
 
@@ -305,17 +305,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     run.go(trials=1)
     with (
         locks.locked(run.folder / ".lock", wait_s=0),
-        pytest.raises(UsageError, match=r"a sweep runs there: process \d+"),
+        pytest.raises(UsageError, match=r"a sweep is running there: process \d+"),
     ):
         run.go(trials=2)
     other = Run(tmp_path, overrides=[*QUICK, "optim.weight_decay=0.5"])
     with pytest.raises(UsageError, match=r"config: optim\.weight_decay: 0\.01 there, 0\.5 here"):
         other.go(trials=2)
     wider = Run(tmp_path, KEYS.replace("0.1", "0.2") + AIM)
-    with pytest.raises(UsageError, match="another sweep"):
+    with pytest.raises(UsageError, match="a different sweep"):
         wider.go(trials=2)
     (run.folder / sweep.SPEC).unlink()
-    with pytest.raises(UsageError, match="is no sweep's"):
+    with pytest.raises(UsageError, match="not a sweep's"):
         run.go(trials=2)
 
 
@@ -362,7 +362,7 @@ def test_trainings_get_gpus_of_their_own(monkeypatch):
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
     assert [one["CUDA_VISIBLE_DEVICES"] for one in processes.environments(4, 1, "cuda")] == ["7", "5", "3", "1"]
-    with pytest.raises(UsageError, match="need 6 GPUs, and there are 4"):
+    with pytest.raises(UsageError, match="need 6 GPUs, but there are 4"):
         processes.environments(3, 2, "auto")
     assert "CUDA_VISIBLE_DEVICES" not in processes.environments(2, 1, "cpu")[0]
 

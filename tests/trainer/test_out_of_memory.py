@@ -72,7 +72,7 @@ TRAIN = (
 def test_the_launcher_goes_on_with_half_the_micro_batch_after_a_shortage_on_one_of_three_ranks(strategy, launch):
     (done,) = launch.done
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("all ranks start again") == 2  # for training, and for the evaluation
+    assert done.stderr.count("all ranks restart") == 2  # for training, and for the evaluation
     assert "rank 1: out of memory with micro-batches of 16: CUDA out of memory. (made up)" in done.stderr
     note = json.loads((launch.folder / "run" / "micro.json").read_text())
     assert (note["micro"], note["evaluation"]) == (8, 8)

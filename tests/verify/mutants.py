@@ -1482,13 +1482,13 @@ _engine(
         'state |= {f"ema.{name}": dict(model.named_parameters())[name] for name in averages or ()}',
     ),
     base="ema",
-    says="is not what training had",
+    says="differs from the state after",
 )
 _engine(
     "live tensors saved",
     "resume",
     ("core.checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
-    says="is not what training had",
+    says="differs from the state after",
 )
 _engine(
     "loss of the last step logged for all steps of a window",
@@ -1548,7 +1548,12 @@ _engine(
     (EVALUATION_PLAN, "micros = [tuple(order", "order[-1] = order[0]\nmicros = [tuple(order"),
     base="mixed-in-loss",
 )
-_task("noise from the operating system in evaluation", "predictions", "NoisyInEvaluation", says="same batch twice")
+_task(
+    "noise from the operating system in evaluation",
+    "predictions",
+    "NoisyInEvaluation",
+    says="the same batch gives different results",
+)
 _task("dropout in evaluation by mistake", "evaluation", "DropoutInEvaluation", says="in evaluation mode", note=True)
 _task("model seeded with the clock", "determinism", "ClockSeededModel", says="initial weights")
 _task("model whose mode depends on the clock", "determinism", "ModeByClock", says="body.scale")

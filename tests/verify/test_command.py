@@ -165,7 +165,7 @@ def test_where_nothing_is_shown_the_command_fails_and_says_so(monkeypatch, tmp_p
         monkeypatch.setitem(CHECKS, name, lambda experiments: not_shown("it is dark"))
     done = call("Classes", "--checks", "loss,metric")
     assert done.exit_code == 1
-    assert "nothing is shown about this training" in done.stdout
+    assert "no check could decide anything about this training" in done.stdout
     assert json.loads((tmp_path / "out" / "verify.json").read_text())["passed"] is False
 
 
@@ -178,7 +178,7 @@ def test_fewer_gpus_than_ranks_are_not_used_and_this_is_said(monkeypatch, tmp_pa
     config = settings() | {"device": "auto"}
     result = command.verify(config, 2, tmp_path / "a", checks=["loss"], tell=told.append, workers=Here())
     assert (result.device, result.checks[0].reason) == ("cpu", "cpu")
-    assert told[0].startswith("note: 1 GPU for 2 ranks, so the checks are made on the CPU; --nproc 1 ")
+    assert told[0].startswith("note: 1 GPU for 2 ranks, so the checks run on the CPU; --nproc 1 ")
     with pytest.raises(UsageError, match="this machine has 1 GPU for 2 ranks") as caught:
         command.verify(config | {"device": "cuda"}, 2, tmp_path / "b", checks=["loss"], workers=Here())
     assert "device=cpu" in caught.value.remedy
@@ -201,7 +201,7 @@ def test_where_a_loss_communicates_a_failed_experiment_names_that_as_a_cause(mon
     monkeypatch.setitem(CHECKS, "loss", fail)
     check = command._make_check("loss", made)
     assert check.status == "fault"
-    assert "exit code -6. Task.loss makes collectives of its own (allgather): all ranks must" in check.reason
+    assert "exit code -6. Task.loss makes collectives (allgather): all ranks must" in check.reason
     assert command._make_check("loss", experiments()).reason.endswith("exit code -6")
 
 

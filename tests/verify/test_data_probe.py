@@ -24,7 +24,7 @@ def with_last(value):
 def test_samples_in_both_data_sets_are_counted():
     first, second = batches()[:40], batches()[30:]
     (remark,) = overlap(first, second)
-    assert remark.startswith("10 of 30 evaluation samples are equal to one of 40 training samples")
+    assert remark.startswith("10 of 30 evaluation samples equal one of 40 training samples")
     assert overlap(first, batches()[40:]) == overlap([("text",)], [("text",)]) == []
 
 
@@ -34,7 +34,7 @@ def test_samples_in_both_data_sets_are_counted():
 )
 def test_a_number_that_determines_the_label_is_named(value, said):
     remarks = labels_among_inputs(batches(change=with_last(value)))
-    assert remarks == (["number 3 of the inputs alone determines the label, in each of 60 samples"] if said else [])
+    assert remarks == (["number 3 of the inputs determines the label by itself, in each of 60 samples"] if said else [])
 
 
 def test_few_samples_say_nothing():

@@ -53,4 +53,4 @@ def test_recomputation_that_trains_another_model_is_a_fault():
     assert determinism(experiments(0.6, activation_checkpointing=False)).status == "passed"
     found = determinism(experiments(0.6))
     assert found.status == "fault"
-    assert "compute.activation_checkpointing trains another model" in found.reason
+    assert "compute.activation_checkpointing trains a different model" in found.reason

@@ -164,7 +164,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_encoding():
 def test_the_header_says_it_in_one_sentence():
     checks = [*[check(seconds=2.0)] * 14, check(status="fault"), check(status="not shown")]
     text = page(*checks).text
-    assert "14 of 16 checks passed, 1 fault, 1 could not be shown" in text
+    assert "14 of 16 checks passed, 1 fault, 1 could not be decided" in text
     for fact in ("digits", "2 ranks", "cpu", "quick", "torch 2.11", "61 s"):
         assert fact in text
     assert "2 of 2 checks passed 1 rank · cpu ·" in page(check(), check(), nproc=1).text

@@ -140,7 +140,7 @@ def test_data_of_a_rank_are_named(tmp_path, monkeypatch):
     assert checks["ranks"].status == "fault"
     assert "sample 0 of rank 1 is not that" in checks["ranks"].reason
     _, checks = verified(tmp_path, checks=["ranks"], before="inputs *= int(os.environ.get('WORLD_SIZE', 1))")
-    assert "the training data of rank 0 are not those of the run on one rank" in checks["ranks"].reason
+    assert "the training data of rank 0 differ from the run on one rank" in checks["ranks"].reason
 
 
 def test_a_script_that_leaves_its_loop_early_is_compared_up_to_there(tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def test_dropout_is_found_in_all_its_forms_and_silenced():
     assert found.random_without_dropout == []
     assert found.dropouts == 2  # the module's and the attribute; the function has none
     assert found.coupling < 1e-12
-    assert found.notes() == ["dropout is off for this comparison: it draws other numbers on another number of ranks"]
+    assert found.notes() == ["dropout is off for this comparison: its draws depend on the number of ranks"]
     assert found.obstacle() is None
 
 
@@ -86,7 +86,7 @@ def test_random_numbers_of_collate_are_found_and_an_obstacle(name, generator):
     found = probe(name)
     assert found.random_in_collate == [generator]
     assert found.random == []
-    assert found.obstacle() == f"Task.collate draws random numbers ({generator}), other numbers for each micro-batch"
+    assert found.obstacle() == f"Task.collate draws random numbers ({generator}), different ones for each micro-batch"
     found = probe("Augmented", RIGHT)
     assert (found.random_in_collate, found.obstacle()) == ([], None)
 
@@ -102,11 +102,11 @@ def test_a_mean_instead_of_a_sum_is_found():
     assert found.mean_heads == ["loss"]
     assert found.coupling == pytest.approx(0.5)
     assert (
-        "Task.loss must return a SUM over its units (reduction='sum'), and returns a mean: off by" in found.diagnosis()
+        "Task.loss must return a SUM over its units (reduction='sum'), but returns a mean: off by" in found.diagnosis()
     )
     found = probe("MeanOfHeads")
     assert found.mean_heads == ["a", "b"]
-    assert "and returns a mean for 'a', 'b'" in found.diagnosis()
+    assert "but returns a mean for 'a', 'b'" in found.diagnosis()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_mean_is_found_whatever_the_halves_weigh(name, heads):
     """A mean over valid labels, of which one half has more; over samples; or in a small head beside a large sum."""
     found = probe(name)
     assert found.mean_heads == heads
-    assert "must return a SUM over its units (reduction='sum'), and returns a mean" in found.diagnosis()
+    assert "must return a SUM over its units (reduction='sum'), but returns a mean" in found.diagnosis()
 
 
 def test_samples_that_influence_each_other_are_found():
@@ -180,7 +180,7 @@ def test_where_float64_fails_it_says_why_and_takes_the_models_own_format():
     assert found.epsilon == torch.finfo(torch.float32).eps
     assert found.coupling < 1e-6
     assert found.notes() == [
-        "compared in the model's own number format, since float64 fails: TypeError: inputs must be float32"
+        "compared in the model's own number format, because float64 fails: TypeError: inputs must be float32"
     ]
     cast = probe("CastsInside")
     assert not cast.float64
@@ -246,10 +246,10 @@ def test_a_weight_that_does_not_add_up_is_noticed(name):
         pytest.param(
             "BranchOnFirstRankOfGroup",
             "rank_difference",
-            "second.bias is unused on rank 1 alone",
+            "second.bias is unused only on rank 1",
             marks=pytest.mark.exhaustive,
         ),
-        ("BranchOnFirstRank", "rank_difference", "second.bias is unused on rank 1 alone"),
+        ("BranchOnFirstRank", "rank_difference", "second.bias is unused only on rank 1"),
     ],
 )
 def test_the_cause_of_a_difference_is_found(monkeypatch, name, field, said):
@@ -272,14 +272,14 @@ def test_buffers_that_each_pass_moves_are_found():
     assert found.moving == 0.0
     assert found.coupling < 1e-12
     assert found.obstacle() is None
-    assert found.notes()[0].startswith("2 buffers that each training pass moves are put back after each pass")
+    assert found.notes()[0].startswith("2 buffers that each training pass changes are restored after each pass")
     assert probe("AverageInside", MODELS).moving_buffers == []  # no training pass reads them
 
 
 def test_a_model_that_counts_its_passes_elsewhere_is_an_obstacle():
     found = probe("CountsPasses")
     assert found.moving > 0.01
-    assert "a second training pass over the same batch has another loss" in found.obstacle()
+    assert "a second training pass on the same batch has a different loss" in found.obstacle()
 
 
 def test_a_loss_without_labels_that_compares_samples_is_an_obstacle():
@@ -345,7 +345,7 @@ def test_a_loss_that_mixes_samples_by_mistake_is_no_obstacle(name):
 def test_collectives_of_the_loss_are_found_without_other_ranks():
     found = probe("GatheredNegatives", LOSSES)
     assert found.collectives == ["allgather"]
-    assert "Task.loss makes collectives of its own (allgather)" in found.obstacle()
+    assert "Task.loss makes collectives (allgather)" in found.obstacle()
     assert not torch.distributed.is_initialized()
     assert probe("Small").collectives == []
 

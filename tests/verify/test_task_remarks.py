@@ -81,7 +81,7 @@ def test_a_loss_that_reads_its_rank_is_found():
     assert depends_on_rank(lambda model, batch: model[0](batch).sum(), model, torch.ones(3, 4)) == ""
     found = depends_on_rank(loss, model, torch.ones(3, 4))
     assert " and " in found
-    assert found.endswith("; 1.bias is unused on rank 1 alone")
+    assert found.endswith("; 1.bias is unused only on rank 1")
     assert os.environ.get("RANK") == before
 
 

@@ -290,7 +290,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 NOT_PASSED = {
     "nystromformer": ("fault", "samples influence each other"),
-    "phimoe": ("not shown", "draws random numbers besides dropout"),
+    "phimoe": ("not shown", "draws random numbers in addition to dropout"),
 }
 """By family: what verify rightly says of it. The first divides by the largest number of a whole batch."""
 

@@ -164,7 +164,7 @@ def test_what_leaves_its_history_is_told_with_its_rank_and_what_was_usual():
         assert history.add(usual) == ""
     text = history.add([usual[0], usual[1] * 30, usual[2]])
     assert text.startswith("the loss of rank 1 is ")
-    assert "was usually" in text
+    assert "usually it was" in text
     assert History("loss").add([1.0, 1e9]) == ""  # nothing is usual yet
     assert history.add([float("nan"), 0.0, usual[0]]) == ""
 
@@ -208,7 +208,7 @@ def test_code_that_may_have_written_weights_comes_before_hardware():
         assert words in found.text, writes
         assert (found.guilty == (1,)) == (kind == "memory"), writes
         assert ("the memory" in found.text) == (kind != "code"), writes
-    data = Verdict("data", (1,), "other bytes")
+    data = Verdict("data", (1,), "different bytes")
     assert blamed_on_parts(data, [{}, seen], ("Rogue",)) is data
 
 

@@ -17,7 +17,7 @@ from tests.selection import mainly
 
 
 class Restless(own_tasks.Deep):
-    """BatchNorm, dropout, a counter, a code book that each forward pass moves, a factor that the task keeps, and
+    """BatchNorm, dropout, a counter, a code book that each forward pass changes, a factor that the task keeps, and
     generators of the model and of the task."""
 
     def __init__(self, **options):
@@ -114,4 +114,4 @@ def test_generators_that_differ_by_rank_are_named_and_no_machine_is(tmp_path):
     found = run_ranks(2, with_rank_draws, settings | {"watch": {"every": 2}}, tmp_path / "watched")
     assert all(torch.equal(plain[0][name], found[0][name]) for name in plain[0])
     log = (tmp_path / "watched" / "train.log").read_text()
-    assert log.count("draws from a generator of its own, whose state differs by rank") == 1
+    assert log.count("draws from its own generator, whose state differs by rank") == 1

@@ -35,8 +35,8 @@ def test_the_node_of_a_guilty_rank_is_left_out(tmp_path):
     assert (verdict["kind"], verdict["guilty"], verdict["step"]) == ("memory", [1], 8)
     assert sorted(code for _, code in done) == [0, 3], "\n".join(text for text, _ in done)
     for text, code in done:
-        assert "will take no part any more: the others go on" in text
+        assert "will no longer take part: the others continue" in text
         if code == 3:
-            assert "this node takes no part any more" in text
+            assert "this node no longer takes part" in text
     assert cases.saved(run)[0][-1] == 12
     assert json.loads((run / "environment.json").read_text())["world"] == 1

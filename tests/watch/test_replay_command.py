@@ -55,7 +55,7 @@ def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, 
     wants = Wants(rank=ranks - 1, samples=True)
     report = run_ranks(ranks, trained_and_replayed, tmp_path / "run", strategy, 20, wants)[0]
     assert (report.began_at, [one.step for one in report.steps]) == (10, list(range(11, 21)))
-    assert report.saved == "the same bits as checkpoint 20"
+    assert report.saved == "bitwise equal to checkpoint 20"
     entry = logged(tmp_path / "run", 20)
     assert (report.logged["train/loss"], report.logged_from) == (entry["train/loss"], 16)
     assert report.steps[-1].grad_norm == entry["train/grad_norm"]
@@ -117,7 +117,7 @@ def test_steps_of_players_are_made_again_as_logged(tmp_path):
         with Trainer(settings, run_dir=folder, quiet=True).replaying(8, task()) as (run, after):
             wants = Wants(rank=1, ranks=2, samples=True)
             report = replay_report.make(run, 8, wants, after, tell=lambda text: None)
-        assert report.saved == "the same bits as checkpoint 8", kind
+        assert report.saved == "bitwise equal to checkpoint 8", kind
         text = replay_report.text(report)
         loss = re.search(r"  loss: \S+ (as logged|logged \S+ (\d+e-1[5-7]) apart)", text)
         assert loss, text
@@ -149,7 +149,7 @@ def test_steps_before_a_change_of_the_config_are_made_again_with_the_config_of_t
         shown = capsys.readouterr().out
         assert ended.value.code == 0, shown
         assert f"  {rate}\n" in shown, (step, shown)
-        assert f"the same bits as checkpoint {step}" in shown or step == 6, (step, shown)
+        assert f"bitwise equal to checkpoint {step}" in shown or step == 6, (step, shown)
         assert "logged" not in shown.replace("as logged", "") or "e-1" in shown or step == 6, shown
     with pytest.raises(UsageError, match=r"step 20 was made with another config: optim\.lr: 0\.02 then, 0\.03 now"):
         replayed(folder, 20, Wants(), settings)
@@ -215,7 +215,7 @@ def test_the_command_shows_a_step_and_writes_numbers_and_a_trace(tmp_path, monke
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert "this state: the same bits as checkpoint 4" in capsys.readouterr().out
+    assert "this state: bitwise equal to checkpoint 4" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "step.json").read_text())["samples"]) == 64
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
@@ -246,5 +246,5 @@ def test_wrong_usage_is_told_before_anything_is_computed(options, says, tmp_path
 
 def test_a_rank_that_the_run_did_not_have_is_an_error(tmp_path):
     runs.fit(Masked(), SETTINGS, tmp_path / "run")
-    with pytest.raises(UsageError, match="2 ranks have no rank 2"):
+    with pytest.raises(UsageError, match="there is no rank 2 among 2 ranks"):
         replayed(tmp_path / "run", 20, Wants(rank=2, ranks=2))

@@ -67,7 +67,7 @@ def test_a_fault_is_found_with_its_rank(tmp_path, name):
         kept = cases.evidence_of(tmp_path, step, 0)
         assert kept["facts"]["repeats"][1][0].losses != kept["facts"]["repeats"][0][0].losses
         assert len(kept["inputs"][0]) == len(kept["indices"]) == 8
-        assert any("same command goes on from the checkpoint of step 6" in text for text in texts)
+        assert any("same command resumes from the confirmed checkpoint of step 6" in text for text in texts)
         # The machine is repaired: the same command goes on, from what was confirmed, to the end.
         assert run_ranks(world, cases.end_of, None, cases.settings(world, strategy), tmp_path) == [None] * 3
         assert cases.saved(tmp_path) == ([2, 4, 6, 8, 10, 12], aside)
@@ -76,12 +76,10 @@ def test_a_fault_is_found_with_its_rank(tmp_path, name):
 @pytest.mark.parametrize(
     ("task", "world", "kind", "ranks", "says"),
     [
-        ("Named", 2, "code", [0, 1], "something else by rank"),
+        ("Named", 2, "code", [0, 1], "behaves differently by rank"),
         pytest.param("Named", 3, "code", [1], "mul at cases.py", marks=pytest.mark.exhaustive),
-        ("OtherBytes", 3, "data", [1], "rank 1 read other bytes for samples "),
-        pytest.param(
-            "Unseeded", 2, "data", [0, 1], "are not the same when they are read", marks=pytest.mark.exhaustive
-        ),
+        ("OtherBytes", 3, "data", [1], "rank 1 read different bytes for samples "),
+        pytest.param("Unseeded", 2, "data", [0, 1], "differ when they are read", marks=pytest.mark.exhaustive),
     ],
 )
 def test_code_and_data_are_told_apart_from_devices(tmp_path, task, world, kind, ranks, says):
@@ -98,7 +96,7 @@ def test_a_training_that_does_not_repeat_is_compared_within_rounding_and_a_fault
     settings = cases.settings(3, "ddp", train={"steps": 9})
     assert run_ranks(3, cases.end_of, None, settings, tmp_path / "clean", "Trembling") == [None] * 3
     log = (tmp_path / "clean/train.log").read_text()
-    assert log.count("has another loss or gradient when it is computed again, first in mul at cases.py") == 1
+    assert log.count("has a different loss or gradient when recomputed, first in mul at cases.py") == 1
     assert store.listed(tmp_path / "clean/checkpoints")[0].confirmed_step == 9
     fault = {"kind": "activation", "after": 14}
     texts = run_ranks(3, cases.end_of, fault, settings, tmp_path / "faulty", "Trembling")
@@ -107,7 +105,7 @@ def test_a_training_that_does_not_repeat_is_compared_within_rounding_and_a_fault
 
 def test_a_loss_that_draws_without_a_seed_confirms_nothing(tmp_path):
     assert run_ranks(1, cases.end_of, None, cases.settings(1, "single"), tmp_path, "UnseededLoss") == [None]
-    assert (tmp_path / "train.log").read_text().count("it draws numbers without a seed, or its terms cancel") == 1
+    assert (tmp_path / "train.log").read_text().count("it draws unseeded numbers, or its terms cancel") == 1
     assert {one.confirmed_step for one in store.listed(tmp_path / "checkpoints")} == {-1}
 
 
@@ -122,7 +120,7 @@ def test_deterministic_algorithms_leave_no_excuse(tmp_path):
 def test_without_recomputation_replicas_are_compared_alone(tmp_path):
     settings = cases.settings(2, "ddp", watch={"recompute": False})
     assert run_ranks(2, cases.end_of, {"kind": "activation"}, settings, tmp_path) == [None, None]
-    assert "the watch compares replicas alone: watch.recompute=false" in (tmp_path / "train.log").read_text()
+    assert "the watch only compares replicas: watch.recompute=false" in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize("kind", mainly(["Diverging"], ["Diverging", "DivergingTrembling"]))

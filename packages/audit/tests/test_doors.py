@@ -94,7 +94,7 @@ def test_a_notebook_is_told_what_to_do(tmp_path, capsys, monkeypatch):
         assert "nbconvert" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("target", "said"), [("--evry", "no such option"), ("train.py", "is no file")])
+@pytest.mark.parametrize(("target", "said"), [("--evry", "no such option"), ("train.py", "is not a file")])
 def test_a_wrong_option_and_a_script_that_is_not_there_are_told_apart(target, said):
     with pytest.raises(UsageError, match=said):
         run.run([target, "3"], Settings(), nproc=2)
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_the_ranks_and_judges_what_was_seen(tmp_path, monkeypatch, c
     assert run.run([str(script)], Settings(), nproc=2) == FAILED
     assert len(done) == 1
     told = capsys.readouterr()
-    assert "the report is about what was seen" in told.err
+    assert "the report covers what was observed so far" in told.err
     assert "0 errors" in told.out
 
 

@@ -124,8 +124,8 @@ def test_a_comment_without_a_reason_or_with_an_unknown_id_is_told(script):
     )
     assert len(result.findings) == 1
     assert result.notes == [
-        "train.py:3: no rule LS999 to ignore",
-        "train.py:10: ignore[LS101] needs a reason behind it, and is not obeyed",
+        "train.py:3: there is no rule LS999 to ignore",
+        "train.py:10: ignore[LS101] has no effect without a reason after it",
     ]
 
 
@@ -137,7 +137,7 @@ def test_a_baseline_leaves_out_known_findings_also_where_lines_have_moved(script
 
     linecache.clearcache()
     assert len(outcome(other.history, tmp_path / "known.json").findings) == 1
-    with pytest.raises(UsageError, match="is no baseline"):
+    with pytest.raises(UsageError, match="is not a baseline"):
         outcome(script().history, tmp_path / "train.py")
 
 
@@ -203,7 +203,7 @@ def test_the_report_goes_to_a_file_and_a_baseline_is_written(script, tmp_path, c
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == judge.FINDINGS
     assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) is judge.Verdict.CLEAN
-    with pytest.raises(UsageError, match="has no events"):
+    with pytest.raises(UsageError, match="contains no events"):
         judge.judge(tmp_path / "none", Settings())
 
 

@@ -25,9 +25,9 @@ def epochs(batches, accumulate, count=1, complete=True, script=None, carried=0):
 def test_micro_batches_that_are_left_over_are_named():
     (finding,) = epochs(7, 3).found("LS401")
     assert (finding.where.line, finding.ranks) == (30, (0, 1))
-    assert "7 backward passes in an epoch, a step after 3, and 1 left over: no step used" in finding.evidence
+    assert "7 backward passes in an epoch, a step after every 3, and 1 left over: no step used" in finding.evidence
     (carried,) = epochs(7, 3, count=2, carried=1).found("LS401")
-    assert "the next step added them to its own and had 4" in carried.evidence
+    assert "the next step added them to its own and used 4" in carried.evidence
     cleared = epochs(7, 3, count=2, carried=1)  # zero_grad() at the beginning of each epoch
     for event in (e for e in cleared.events if e["kind"] == "step" and len(e["backwards"]) == 4):
         event["backwards"] = [
@@ -194,7 +194,7 @@ def discards(*marks, lines=(25, 25, 25), steps=2, file=None, **keys):
 def test_gradients_that_are_cleared_between_micro_batches_are_named(tmp_path):
     (finding,) = discards(None, False, True).found("LS406")
     assert (finding.where.line, finding.ranks) == (22, (0, 1))
-    assert finding.evidence.startswith("2 of 3 backward passes of a step")
+    assert finding.evidence.startswith("gradients of 2 of 3 backward passes of a step")
     assert len(discards(None, True, True).found("LS406")) == 1
     (clearing, reading) = tmp_path / "clearing.py", tmp_path / "reading.py"
     clearing.write_text("for p in ps:\n    if p.grad is not None:\n        p.grad.zero_()\n")

@@ -69,7 +69,7 @@ def test_ranks_that_wait_in_different_lines_are_named():
     (finding,) = script.found("LS502")
     assert finding.where.line == 40
     assert "train.py:30 (torch.distributed.barrier) on ranks 1, 2" in finding.evidence
-    assert "rank 0 came to train.py:40, and the others did not" in finding.cause
+    assert "rank 0 reached train.py:40, and the others did not" in finding.cause
     assert script.errors() == {"LS502"}
 
 
@@ -183,10 +183,10 @@ def test_a_batch_that_one_rank_left_out_is_named_at_its_condition(tmp_path):
     path.write_text(SKIPS)
     (finding,) = left_out(path).found("LS502")
     assert finding.where.line == 6
-    assert "rank 1 left out batch 3 of epoch 0" in finding.cause
+    assert "rank 1 skipped batch 3 of epoch 0" in finding.cause
     (finding,) = left_out(path, skipped=(7,)).found("LS502")  # no step follows
     assert finding.where.line == 6
-    assert "rank 1 left out batch 7 of epoch 0" in finding.cause
+    assert "rank 1 skipped batch 7 of epoch 0" in finding.cause
     assert left_out(tmp_path / "gone.py").found("LS502")[0].where.line == 2
 
 
@@ -196,7 +196,7 @@ def test_ranks_that_wait_after_loops_of_other_lengths_left_no_batch_out(tmp_path
     for script in (left_out(path, skipped=()), left_out(path, drawn=lambda rank: 8 - rank)):
         (finding,) = script.found("LS502")
         assert finding.where.line != 6
-        assert "left out" not in finding.cause
+        assert "skipped" not in finding.cause
 
 
 @pytest.mark.parametrize(

@@ -209,4 +209,4 @@ def test_a_loss_without_some_parameters_is_named_where_the_model_was_wrapped():
     message = "Expected to have finished reduction in the prior iteration: `find_unused_parameters=True`"
     script.exit(code=1, error={"type": "RuntimeError", "message": message, "at": at(25)})
     (finding,) = script.found("LS201")
-    assert (finding.where.line, "leaves out parameters" in finding.cause) == (5, True)
+    assert (finding.where.line, "does not use some parameters" in finding.cause) == (5, True)

@@ -102,7 +102,7 @@ def test_uses_of_parts_of_a_model_are_the_cause_where_no_pass_came_from_the_wrap
 
     (finding,) = past(0).found("LS202")
     assert (finding.where.line, past(0).errors()) == (22, {"LS202"})
-    assert "a use of parts of model.module" in finding.cause
+    assert "uses of parts of model.module" in finding.cause
     assert past(1).errors() == {"LS204"}  # beside a pass of the wrapper
     assert past(0).add("bypass", at=at(9), model=1).found("LS202") == [finding]  # another model
     (finding,) = past(0, is_told=False).found("LS204")
@@ -221,7 +221,7 @@ def test_writes_after_the_wrapping_that_ranks_do_not_make_alike_are_named():
     line, cause = end(wrote(alike, "weight", lambda rank: str(rank)))
     assert line == 15
     assert "train.py:5 had made the ranks equal" in cause
-    assert "weight other numbers on each rank" in cause
+    assert "weight different values on each rank" in cause
     line, cause = end(wrote(parted(), "weight", "same", rank=1))
     assert line == 15
     assert "on rank 1" in cause

@@ -23,7 +23,7 @@ def written(folder, text):
 def test_layers_that_were_added_after_the_wrapping_are_named_there():
     added = {"at": at(28), "model": 0, "names": ["weight"], "added": ["weight"]}
     (finding,) = parted(script=Script().add("unfrozen", **added)).found("LS203")
-    assert (finding.where.line, finding.cause[:25]) == (5, "weight came to the model ")
+    assert (finding.where.line, finding.cause[:25]) == (5, "weight joined the model a")
 
 
 def test_unfrozen_parameters_without_an_optimizer_are_named_where_replicas_do_not_part():
@@ -366,7 +366,7 @@ def test_a_rank_that_decides_for_itself_is_named_where_it_does(tmp_path):
 
     for rule, hung in {"LS501": called, "LS503": left}.items():
         (finding,) = hung(parted(asked=0)).found(rule)
-        assert (finding.where.line, "decided this after 2 steps" in finding.cause) == (3, True)
+        assert (finding.where.line, "took this branch after 2 steps" in finding.cause) == (3, True)
         assert line(hung(parted()), rule) == 4
         assert line(hung(parted(is_complete=True)), rule) == 5  # its loader was shorter
     assert line(called(parted().add("asked", at=at(3), what="should_stop")), "LS501") == 4  # all ranks asked

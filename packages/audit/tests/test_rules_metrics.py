@@ -45,7 +45,7 @@ def test_a_metric_that_lightning_logs_for_one_rank_is_a_warning():
     assert logged(only_zero=True).found("LS605") == []
     later = logged(lambda rank: 0.5).add("log", at=at(33), name="val_loss", value=float, exchanged=False, world=2)
     assert later.found("LS605")[0].evidence == "the first val_loss that differs: 0 on rank 0, 1 on rank 1"
-    assert "ranks may take different checkpoints" in logged(decides=True).found("LS605")[0].cause
+    assert "ranks may choose different best checkpoints" in logged(decides=True).found("LS605")[0].cause
     assert "gather_for_metrics" in logged(decides=False).found("LS605")[0].remedy
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_leaves_an_epoch_out_is_named():
                 event["distributed"]["epoch"] = epoch
         return script.found("LS703")
 
-    assert "this run begins with epoch 3" in begins(3)[0].evidence
+    assert "this run starts with epoch 3" in begins(3)[0].evidence
     assert begins(2) == []
 
 

@@ -14,7 +14,7 @@ def evaluated(samples=9, **end):
 
 def test_an_evaluation_that_counts_padding_is_a_warning():
     (finding,) = evaluated().found("LS601")
-    assert "18 samples were evaluated on ranks 0, 1, and the data set has 17" in finding.evidence
+    assert "18 samples were evaluated on ranks 0, 1, but the data set has 17" in finding.evidence
     assert evaluated(gathered=True).found("LS601") == []
     assert evaluated(samples=8).found("LS601") == []
     assert evaluated(is_complete=False).found("LS601") == []  # a check before training
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_all_ranks_write_is_named():
 def test_another_file_that_all_ranks_write_is_a_warning():
     assert saved(how="open", path="/runs/args.json").ids() == {"LS702"}
     (finding,) = saved(how="open", mode="a+", path="/runs/log.csv").found("LS702")
-    assert finding.cause == "each rank appends its own rows"
+    assert finding.cause == "every rank appends its own rows"
     assert saved(how="open", path=lambda rank: f"/runs/log-{rank}.txt").ids() == set()
     assert saved(how="open", path="/runs/args.json", ranks=0).ids() == set()
 
@@ -122,7 +122,7 @@ def test_a_run_without_a_loader_that_draws_the_inputs_of_its_beginning_again_is_
         return inputs(script.optimizer(), digest).found("LS703")
 
     (finding,) = resumed(lambda rank, step: f"{rank} {step}")
-    assert (finding.where.line, "the first 4 steps" in finding.evidence) == (15, True)
+    assert (finding.where.line, "the first 4 examined steps" in finding.evidence) == (15, True)
     assert resumed(lambda rank, step: f"{rank} {step + 5}") == resumed(lambda rank, step: f"{rank} {step % 2}") == []
 
 
@@ -158,13 +158,13 @@ def test_batches_that_were_used_are_those_of_micro_batches():
     (finding,) = saved_within(parts(32))
     assert "of 8 samples before the save, 8 come again" in finding.evidence
     (finding,) = saved_within(lambda rank: [*parts(32)(rank)[6:], *[[90 + n, 91 + n] for n in range(4)]])
-    assert "of 8 samples that were left of the epoch" in finding.evidence
+    assert "8 samples were left of the epoch" in finding.evidence
 
 
 def test_a_run_that_goes_on_without_the_state_of_its_optimizer_is_named():
     previous = first_run([parts()], save_after=1)
     (finding,) = second_run(previous, parts(shift=3), restored=("model",)).found("LS704")
-    assert "restored model, not the optimizer" in finding.evidence
+    assert "restored model, but not the optimizer" in finding.evidence
     assert second_run(previous, parts(shift=3)).errors() == set()
     assert second_run(previous, parts(shift=3), restored=("model",), name="SGD").errors() == set()
     assert second_run(previous, parts(shift=3), restored=()).errors() == set()

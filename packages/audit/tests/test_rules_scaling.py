@@ -85,9 +85,9 @@ def scheduled(horizon, steps, optimizer_steps=32, name="OneCycleLR", is_outer=Tr
 
 def test_schedules_of_another_length_than_the_training_are_a_warning():
     wrong = {
-        "once for each epoch": scheduled(32, 2),
+        "once per epoch": scheduled(32, 2),
         "made for epochs": scheduled(4, 32, name="CosineAnnealingLR"),
-        "once for each rank": scheduled(32, 64, name="LambdaLR"),
+        "once per rank": scheduled(32, 64, name="LambdaLR"),
         "batches of one process": scheduled(64, 32),
         "step() is missing": scheduled(None, 0, name="StepLR", is_outer=False),
     }
@@ -174,7 +174,7 @@ def test_steps_without_gradients_are_named():
     script = normed(0.0, 0.0)  # cross_entropy with one column
     for each in (each for event in script.events for each in event.get("backwards", [])):
         each["loss"] = -0.0
-    assert script.found("LS309")[0].cause == "the loss is 0 in all of these steps, whatever the model says"
+    assert script.found("LS309")[0].cause == "the loss is 0 in all of these steps, whatever the model predicts"
     for each in (each for event in script.events for each in event.get("backwards", [])):
         each["factor"] = 0.0
     assert script.found("LS309") == []  # a loss that begins to count later
@@ -339,7 +339,7 @@ def test_equal_parameters_with_parts_of_their_gradients_are_a_warning():
         return script
 
     (finding,) = split().found("LS217")
-    assert (finding.where.line, "1 parameters that all ranks have alike (first)" in finding.evidence) == (25, True)
+    assert (finding.where.line, "1 parameters that are equal on all ranks (first)" in finding.evidence) == (25, True)
     right = [
         split(before=lambda rank: "g"),  # the parts are added up
         split(constant=["first"]),  # the bias of a split layer

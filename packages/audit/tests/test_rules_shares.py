@@ -38,7 +38,7 @@ def test_streams_of_ranks_of_which_one_is_read_for_all_are_a_warning():
 
     (finding,) = dispatched(lambda rank: {"files": [f"{rank}a", f"{rank}b"], "seed": 1})
     assert (finding.where.line, finding.ranks) == (12, (0, 1))
-    assert "`files` of the stream is another on each rank" in finding.evidence
+    assert "`files` of the stream differs by rank" in finding.evidence
     assert len(dispatched(lambda rank: {"part": rank, "of": 2})) == 1
     right = [
         lambda rank: {"files": ["a", "b"]},
@@ -105,7 +105,7 @@ def test_parts_of_a_data_set_by_hand_are_compared_below_their_subsets():
 
 def test_a_sampler_that_deals_to_more_ranks_than_there_are_is_named():
     (finding,) = trained(distributed=dealt(world=4)).found("LS108")
-    assert finding.evidence == "the sampler deals to 4 ranks, and there are 2"
+    assert finding.evidence == "the sampler deals to 4 ranks, but there are 2"
 
 
 def test_workers_that_all_give_the_same_samples_are_named():

@@ -108,7 +108,7 @@ def test_bad_options_are_errors_of_usage_before_anything_runs(monkeypatch, tmp_p
         (["--write-baseline", str(there), "t.py"], "give --force to replace the file"),
         (["--baseline", str(tmp_path / "known.json"), "t.py"], "is not there"),
         (["--previous", str(tmp_path / "first"), "t.py"], "is not there"),
-        (["--read", str(tmp_path)], "has no events"),
+        (["--read", str(tmp_path)], "contains no events"),
     ):
         try:
             code = command.main(given)

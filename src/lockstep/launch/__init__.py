@@ -1,1 +1,1 @@
-"""Processes and machines: ranks are started, watched and started again."""
+"""Processes and machines: ranks are started, watched and restarted."""

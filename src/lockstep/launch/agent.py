@@ -30,21 +30,21 @@ from lockstep.launch import left_behind, warm_process
 from lockstep.launch.rank_output import RankOutput, call_with_stderr
 from lockstep.launch.start import Start
 
-_LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
+_LOOK_EVERY_S = 0.5  # the longest time between two iterations of the base class's loop
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
 _LOOK_AGAIN_S = 0.01
-_ENDS_S = 30.0  # from a kill, or from the moment when a process closes its files, to its end
+_ENDS_S = 30.0  # from a kill, or from when a process closes its files, to its end
 _UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
 _END_S = 2.0  # after ranks of another node have failed
 _SAVE_S = 30  # between SIGTERM and SIGKILL
 _QUOTED_LINES = 12
-_TOO_EARLY = "it ended with exit code 0 before the end of the command, as os._exit(0) in the task or in a library does"
+_TOO_EARLY = "it ended with exit code 0 before the command ended, as after os._exit(0) in the task or a library"
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals by which a process ends itself. It may have said why on stderr."""
+"""Signals with which a process ends itself. It may have given the reason on stderr."""
 
 
 class Known(RendezvousHandler):
-    """The rendezvous of an agent whose launcher is alone, or has met the others."""
+    """The rendezvous of an agent whose launcher runs alone, or has met the others."""
 
     def __init__(self, start: Start) -> None:
         self.start, self.closed = start, False
@@ -76,11 +76,11 @@ class Known(RendezvousHandler):
 class RankAgent(SimpleElasticAgent):
     """Starts the ranks of this machine as processes of `lockstep.launch.warm_process`.
 
-    The base class does the rendezvous, and gives each rank its number. Torch's own `LocalElasticAgent` reports only the
-    first failure of processes that are forked; this agent reports the failures of all ranks of this machine.
+    The base class does the rendezvous, and numbers the ranks. Torch's `LocalElasticAgent` reports only the first
+    failure of forked processes; this agent reports the failures of all ranks of this machine.
 
     Args:
-        spec: `entrypoint` is a function that can be pickled. A rank calls it with `spec.args`.
+        spec: `entrypoint` is a picklable function. A rank calls it with `spec.args`.
         folder: a directory for the reports of ranks that fail.
     """
 
@@ -177,7 +177,7 @@ class RankAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _ended_too_early(self) -> list[int]:
-        """The ranks with exit code 0 that have not come to the end of their main function."""
+        """The ranks with exit code 0 that did not reach the end of their main function."""
         ended = [rank for rank, process in self.processes.items() if process.exitcode == 0]
         return [rank for rank in ended if not heartbeat.has_ended(self.folder, rank)]
 
@@ -190,30 +190,30 @@ class RankAgent(SimpleElasticAgent):
             raise
 
     def _end_because_of_another_node(self) -> None:
-        """Give the ranks a moment, in which they may find and report the cause themselves, and kill them."""
+        """Give the ranks a moment to find and report the cause themselves, and kill them."""
         self._wait_for_all(_END_S)
         for rank in self._kill():
             if not self._report(rank).exists():
                 self._write_report(rank, stopped=True)
 
     def _kill(self) -> list[int]:
-        """Kill the ranks that run, and return them."""
+        """Kill the running ranks, and return them."""
         left = [rank for rank, process in self.processes.items() if process.exitcode is None]
         self._shutdown(signal.SIGKILL)
         return left
 
     def _keep_last_lines(self, rank: int) -> None:
-        """Put the last lines of a rank's stderr where its report would be, if it left no report."""
+        """Store the last lines of a rank's stderr as its report, if it left none."""
         lines, report = self.output.tails[rank].last(_QUOTED_LINES), self._report(rank)
         if lines and not report.exists():
             self._write_report(rank, last_lines=lines)
 
     def _write_report(self, rank: int, text: str = "", **more: Any) -> None:
-        with contextlib.suppress(OSError):  # the disk is full; the exit code says the rest
+        with contextlib.suppress(OSError):  # the disk is full; the exit code is left
             write_report(self._report(rank), text, **more)
 
     def _warm_process_is_gone(self) -> bool:
-        """True if the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
+        """True if the warm process has ended. Ranks whose exit codes are unknown show it first."""
         deadline = time.monotonic() + _ENDS_S
         while warm_process.how_it_ended() is None:
             unknown = any(process.exitcode == _UNKNOWN for process in self.processes.values())
@@ -223,9 +223,9 @@ class RankAgent(SimpleElasticAgent):
         return True
 
     def _kill_orphans(self) -> None:
-        """End the ranks whose exit codes nobody can tell any more, since the warm process has ended.
+        """End the ranks whose exit codes can no longer be known, because the warm process has ended.
 
-        They would end by themselves soon, but the next ranks may need their devices at once.
+        They would soon end by themselves, but the next ranks may need their devices immediately.
         """
         left = [process.pid for process in self.processes.values() if process.pid]
         for pid in left:
@@ -251,9 +251,9 @@ class RankAgent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SAVE_S) -> None:
-        """Send `death_sig` to the ranks that run, and SIGKILL to those that still run after `timeout` seconds.
+        """Send `death_sig` to the running ranks, and SIGKILL to those that still run after `timeout` seconds.
 
-        Where a rank has failed, also end the processes that ranks have left behind.
+        If a rank has failed, also end the processes that ranks have left behind.
         """
         for number in (death_sig, signal.SIGKILL):
             for process in self.processes.values():
@@ -261,7 +261,7 @@ class RankAgent(SimpleElasticAgent):
                     with contextlib.suppress(ProcessLookupError):  # it has ended by now
                         os.kill(process.pid, number)
             self._wait_for_all(timeout)
-        if any(process.exitcode for process in self.processes.values()):  # others may start in their place
+        if any(process.exitcode for process in self.processes.values()):  # others may replace them
             left_behind.end_sessions({process.pid for process in self.processes.values() if process.pid}, _ENDS_S)
 
 
@@ -283,7 +283,7 @@ def run_ranks(
         args=arguments,
         rdzv_handler=Known(start),
         max_restarts=0,  # the launcher decides about restarts
-        monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
+        monitor_interval=0.001,  # `RankAgent` itself waits for a process to end
     )
     agent = RankAgent(spec, folder, start)
     try:

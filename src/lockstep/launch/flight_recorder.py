@@ -1,4 +1,4 @@
-"""The last collectives of each rank, in words, for the report of a hang: what each rank waits for, and who differs."""
+"""The last collectives of each rank, in words, for a hang report: what each rank waits for, and which ranks differ."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def switch_on() -> None:
 
 
 def of_this_rank() -> str:
-    """The last collectives of this rank by group, as text for `describe`. Of each backend of a group, the last few."""
+    """The last collectives of this rank by group, as text for `describe`: the last few of each backend of a group."""
     by_group: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for entry in torch_internals.recorded_collectives():
-        if entry["is_p2p"] and _backend(entry["profiling_name"]) == "gloo":  # of `tree`: each rank has others
+        if entry["is_p2p"] and _backend(entry["profiling_name"]) == "gloo":  # of `tree`: they differ by rank
             continue
         name, description = entry["process_group"]
         key = f"{description} ({name})" if description else str(name)
@@ -48,10 +48,10 @@ def describe(texts: Mapping[int, str]) -> str:
     """The last collectives of all ranks in words.
 
     Args:
-        texts: of `of_this_rank`, by rank. An empty text: that rank gave no answer.
+        texts: of `of_this_rank`, by rank. An empty text: that rank did not answer.
 
     Returns:
-        lines; first those that name how the ranks of a group differ. Empty if no rank made a collective.
+        lines; first those that show how the ranks of a group differ. Empty if no rank made a collective.
     """
     ranks = {rank: _by_backend(json.loads(text)) for rank, text in sorted(texts.items()) if text}
     groups = list(dict.fromkeys(group for found in ranks.values() for group in found))
@@ -92,7 +92,7 @@ def differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
     ahead = [rank for rank, entry in last.items() if entry["number"] == newest]
     lines = [
         f"{_ranks(ranks)} made only {number} collectives, and {_ranks(ahead)} made {newest}: "
-        f"{_ranks(ranks)} did not come to {last[ahead[0]]['name']} {newest}"
+        f"{_ranks(ranks)} did not reach {last[ahead[0]]['name']} {newest}"
         for number, ranks in behind.items()
     ]
     kinds: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Start ranks on this machine through torch's elastic agent, restart them after a crash, and say why a rank failed."""
+"""Start ranks on this machine through torch's elastic agent, restart them after a crash, and report failures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = (), host
     Args:
         nproc: number of ranks on this machine.
         cold: start each rank as a new interpreter instead.
-        modules: modules that ranks import besides torch.
-        host_computes: whether ranks with a GPU compute much on the host, too, as with offloaded optimizer state.
+        modules: modules that ranks import in addition to torch.
+        host_computes: whether ranks with a GPU also compute much on the host, such as with offloaded optimizer state.
     """
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -57,11 +57,11 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = (), host
 
 
 class Launchers(Protocol):
-    """Those who decide together when ranks start: the launcher of this node alone, or those of several nodes."""
+    """Those who decide together when ranks start: the launcher of this node only, or those of several nodes."""
 
     @property
     def first(self) -> int:
-        """The number of the start that comes next: 0, or more where this node joins later."""
+        """The number of the next start: 0, or more if this node joins later."""
 
     def meet(self, number: int) -> Start | None:
         """Wait for the nodes of start `number`. None: this start is over, and this node was not in it.
@@ -74,7 +74,7 @@ class Launchers(Protocol):
         """Decide what follows after start `number`, on all nodes.
 
         Args:
-            ending: how the ranks of this node ended; None where it was not in this start.
+            ending: how the ranks of this node ended; None if it was not in this start.
         """
 
 
@@ -88,16 +88,16 @@ def launch(
 ) -> None:
     """Call `main(arguments)` on `nproc` ranks on this machine, and return when all ranks have ended without error.
 
-    All ranks are started again after a rank was killed or crashed, as `decision.decide` says.
+    All ranks are restarted after a rank was killed or crashed, as in `decision.decide`.
 
     Args:
-        max_restarts: most restarts in all.
-        main: the main function of a rank. It can be imported by its name.
-        ends_process: whether a second request to stop ends this process, besides the ranks. Otherwise it raises
-            KeyboardInterrupt.
+        max_restarts: the most restarts in total.
+        main: the main function of a rank. It must be importable by name.
+        ends_process: whether a second request to stop also ends this process, and not only the ranks. Otherwise it
+        raises KeyboardInterrupt.
 
     Raises:
-        RankError: a rank failed. Names the rank, with its own message, and has its exit code.
+        RankError: a rank failed. Names the rank, with its message, and has its exit code.
         Preempted: a signal asked to stop, and the ranks have saved and stopped.
     """
     stop = Forwarding(ends_process)
@@ -105,7 +105,7 @@ def launch(
 
 
 class _Alone:
-    """The launcher of one node, which meets nobody."""
+    """The launcher of one node, which does not meet others."""
 
     first = 0
 
@@ -133,10 +133,10 @@ def start_until_done(
     main: Callable[[Sequence[str]], None],
     stop: Forwarding,
 ) -> None:
-    """Start the ranks of this node again and again, until the training is done, fails or stops.
+    """Start the ranks of this node repeatedly, until the training is done, fails or stops.
 
-    Each start is one run of torch's agent without restarts of its own. The agent would also restart ranks that stopped
-    on request, and ranks that fail at the same step for ever.
+    Each start is one run of torch's agent without its restarts. The agent would also restart ranks that stopped on
+    request, and would restart ranks that fail at the same step forever.
 
     Raises:
         RankError: a rank failed.
@@ -181,20 +181,20 @@ def rank_failures(failures: Mapping[int, ProcessFailure]) -> tuple[RankFailure, 
 
 
 def _report_of(failure: ProcessFailure) -> dict[str, Any]:
-    """The report that a rank wrote with `launched.report_failure`; empty where it wrote none."""
+    """The report that a rank wrote with `launched.report_failure`; empty if it wrote none."""
     message = failure.error_file_data.get("message", {})
     return {"text": message.get("message"), **message.get("extraInfo", {})} if isinstance(message, dict) else {}
 
 
 def _quiet_torch() -> None:
-    """Let torch's agent write no messages: the launcher itself says which rank failed."""
+    """Silence torch's agent: the launcher itself reports which rank failed."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Forwarding:
-    """Passes a request to stop on to the ranks, as SIGUSR1, and waits for them. A second request ends them at once.
+    """Passes a request to stop on to the ranks, as SIGUSR1, and waits for them. A second request ends them immediately.
 
     Args:
         ends_process: whether a second request also ends this process. Otherwise it raises KeyboardInterrupt.
@@ -208,7 +208,7 @@ class Forwarding:
         """Name of the signal."""
         self.folder: Path | None = None
         self.defers = False
-        """True if a request waits for the ranks, which start soon. Else it raises Preempted where no rank runs."""
+        """True if a request waits for the ranks, which start soon. Otherwise it raises Preempted if no rank runs."""
         self._passed_on: Path | None = None
         is_main = threading.current_thread() is threading.main_thread()  # no other thread can handle signals
         for number in not_ignored(ASKING) if is_main else ():
@@ -228,17 +228,17 @@ class Forwarding:
     def check(self) -> None:
         """Raises Preempted if this process was asked to stop. Call it between two starts."""
         if self.asked:
-            raise Preempted("stopped between two starts; the checkpoints stay")
+            raise Preempted("stopped between two starts; the checkpoints are kept")
 
     def pass_on(self, name: str) -> None:
-        """Ask the ranks to stop, for a reason with this name. Nothing, where they were asked before."""
+        """Ask the ranks to stop, for a reason with this name. Does nothing if they were asked before."""
         if self.folder is not None and self._passed_on != self.folder:
             self._passed_on = self.folder
             self._tell_ranks(name)
 
     def _tell_ranks(self, name: str) -> None:
         assert self.folder is not None
-        with contextlib.suppress(OSError):  # between two starts, `check` looks at `asked`; the ranks get a signal
+        with contextlib.suppress(OSError):  # between two starts, `check` reads `asked`; the ranks get a signal
             write(self.folder / STOP_FILE, name.encode())
         self._send(signal.SIGUSR1)
 

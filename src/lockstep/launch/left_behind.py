@@ -1,7 +1,7 @@
-"""Things that ranks leave behind when they end: processes with memory of a device, and memory that is not free yet.
+"""What ranks leave behind when they end: processes that hold device memory, and memory that is not free yet.
 
-A rank is the leader of a session. Its loader workers, and other processes that it forks, inherit the open files of its
-device. The driver frees the memory when the last of them has ended.
+A rank leads a session. Its loader workers, and other processes that it forks, inherit the open files of its device. The
+driver frees the memory when the last of them has ended.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FREE = "LOCKSTEP_FREE_MEMORY"
 """Environment variable: the free bytes of each device of this machine at the first start, by local rank, as JSON."""
 _FILE = "free-memory-"
 _LOOK_AGAIN_S = 0.02
-_FREED_S = 20.0  # the memory of a process that has ended is free within milliseconds; a machine may have much to do
-_SLACK = 0.01  # share of a device's memory that drivers and libraries may take differently
+_FREED_S = 20.0  # an ended process's memory is free within milliseconds, unless the machine is busy
+_SLACK = 0.01  # fraction of a device's memory by which drivers and libraries may vary
 
 
 def end_sessions(leaders: Collection[int], wait_s: float) -> None:
-    """Kill what runs in the sessions of these processes, and wait until it is gone, for `wait_s` seconds at most.
+    """Kill all processes in the sessions of these processes, and wait up to `wait_s` seconds until they are gone.
 
     Args:
         leaders: process ids of ranks that have ended.
@@ -44,7 +44,7 @@ def end_sessions(leaders: Collection[int], wait_s: float) -> None:
 
 
 def _members(leaders: Collection[int]) -> list[int]:
-    """The processes in the sessions of `leaders` that have not ended. Empty where the system does not tell."""
+    """The processes in the sessions of `leaders` that have not ended. Empty if the system does not list them."""
     found = []
     for entry in Path("/proc").iterdir() if Path("/proc/self/stat").exists() else ():
         if entry.name.isdecimal():
@@ -58,8 +58,8 @@ def _members(leaders: Collection[int]) -> list[int]:
 def wait_for_memory(world: World) -> None:
     """Before a rank takes memory: wait until as much memory of its device is free as at the first start.
 
-    At the first start, leave a note for the launcher. Do nothing where no launcher started this rank, or where the
-    device has no memory of its own.
+    At the first start, leave a note for the launcher. Do nothing if no launcher started this rank, or if the
+    device shares the host's memory.
     """
     device, folder = devices.of(world.device), os.environ.get(FOLDER)
     found = device.free_memory() if folder is not None else None
@@ -72,8 +72,8 @@ def wait_for_memory(world: World) -> None:
     deadline = time.monotonic() + _FREED_S
     while found is not None and found[0] < expected - _SLACK * found[1]:
         if time.monotonic() > deadline:
-            users = "; ".join(device.users()) or "the driver names no process that holds it"
-            text = f"{found[0] >> 20} MiB of {world.device} are free, and {expected >> 20} MiB were at the first start"
+            users = "; ".join(device.users()) or "the driver reports no process that holds it"
+            text = f"{found[0] >> 20} MiB of {world.device} are free, but {expected >> 20} MiB were at the first start"
             print(f"[rank {world.rank}] warning: {text}: {users}", file=sys.stderr, flush=True)
             return
         world.heartbeat.beats += 1
@@ -82,7 +82,7 @@ def wait_for_memory(world: World) -> None:
 
 
 def keep_notes(folder: Path) -> None:
-    """Give the next starts what the ranks of this start have noted in its folder, unless an earlier start has."""
+    """Pass the notes of this start's ranks in its folder to later starts, unless an earlier start did."""
     notes = {path.name.removeprefix(_FILE): path.read_text() for path in folder.glob(f"{_FILE}*")}
     known = {place: int(text) for place, text in notes.items() if text.isdecimal()}
     os.environ[FREE] = json.dumps(known | json.loads(os.environ.get(FREE, "{}")))

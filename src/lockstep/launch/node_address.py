@@ -1,4 +1,4 @@
-"""Where the nodes of a run meet, how that place is waited for, and by which address others reach this node."""
+"""Where the nodes of a run meet, how to wait for that endpoint, and the address at which others reach this node."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.core.errors import RankError, UsageError
 
 DEFAULT_PORT = 29400
 ADDRESS = "LOCKSTEP_NODE_ADDRESS"
-"""Environment variable: the address by which other nodes reach this node, where Lockstep does not find it."""
+"""Environment variable: the address at which other nodes reach this node, if Lockstep does not find it."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable of torch: the network interface of gloo."""
 LOOK_S = 0.25
 _TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation; nothing is sent there
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation; nothing is sent there
 _GET_ADDRESS, _GET_MASK = 0x8915, 0x891B  # of an interface, on Linux
 
 
@@ -41,7 +41,7 @@ def parse_endpoint(text: str, where: str = "--rendezvous") -> Endpoint:
     """An endpoint from HOST, HOST:PORT, or [IPv6]:PORT.
 
     Raises:
-        UsageError: the text is none of them.
+        UsageError: the text has none of these forms.
     """
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text.strip())
     match = bracketed or re.fullmatch(r"([\w.-]+)(?::(\d+))?", text.strip())
@@ -57,10 +57,10 @@ def parse_endpoint(text: str, where: str = "--rendezvous") -> Endpoint:
 
 
 def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
-    """The least and the largest number of nodes, from `2` or `1:4`.
+    """The smallest and largest number of nodes, from `2` or `1:4`.
 
     Raises:
-        UsageError: the text is neither.
+        UsageError: the text has neither form.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -80,24 +80,24 @@ class Several:
 
 
 def several(nnodes: str | None, rendezvous: str | None) -> Several | None:
-    """Read `--nnodes` and `--rendezvous`. None: there is one node.
+    """Parse `--nnodes` and `--rendezvous`. None: there is one node.
 
     Raises:
-        UsageError: a text is wrong, or there is no place to meet, or no number of nodes.
+        UsageError: a value is wrong, or the rendezvous or the number of nodes is missing.
     """
     if nnodes is None and rendezvous is not None:  # else each node would train alone
         raise UsageError(
-            f"the nodes meet at {rendezvous}, but it is not said how many there are",
+            f"the nodes meet at {rendezvous}, but the number of nodes is missing",
             where="--nnodes",
-            remedy="give --nnodes with the number of nodes, such as --nnodes 2; or leave out --rendezvous (and the "
-            "environment variable LOCKSTEP_RENDEZVOUS) to train on this machine alone",
+            remedy="give --nnodes with the number of nodes, such as --nnodes 2; or remove --rendezvous (and the "
+            "environment variable LOCKSTEP_RENDEZVOUS) to train only on this machine",
         )
     least, most = parse_nnodes("1" if nnodes is None else nnodes)
     if most == 1:
         return None
     if rendezvous is None:
         raise UsageError(
-            f"{nnodes} nodes, and no place where they meet",
+            f"{nnodes} nodes, but no rendezvous",
             where="--rendezvous",
             remedy="give --rendezvous HOST:PORT on all nodes: the name or the address of one of them, "
             f"such as node0:{DEFAULT_PORT}",
@@ -115,16 +115,16 @@ def resolve(host: str) -> list[str]:
 
 
 class Clock:
-    """Seconds during which this process ran. The time does not go on while the process is frozen (SIGSTOP).
+    """Seconds during which this process ran. Time does not advance while the process is frozen (SIGSTOP).
 
-    Otherwise a process that wakes would take all others for dead.
+    Otherwise a process that wakes up would consider all others dead.
     """
 
     def __init__(self) -> None:
         self.seconds, self._last = 0.0, time.monotonic()
 
     def look(self) -> float:
-        """The seconds since this object was made. Look at least every second."""
+        """The seconds since this object was created. Call it at least every second."""
         now = time.monotonic()
         self.seconds += min(now - self._last, 1.0)
         self._last = now
@@ -136,12 +136,12 @@ class MissingNodesError(RankError):
 
 
 class Waiting:
-    """Says what is waited for, after some seconds and then again and again, and ends the wait.
+    """Reports what it waits for, after some seconds and then repeatedly, and ends the wait.
 
     Args:
         limit_s: seconds.
-        where: what of the command line a `MissingNodesError` names.
-        remedy: what it advises.
+        where: the option that a `MissingNodesError` names.
+        remedy: its advice.
     """
 
     def __init__(self, limit_s: float, where: str, remedy: str) -> None:
@@ -149,17 +149,17 @@ class Waiting:
         self.clock, self.tell_at = Clock(), _TELL_AFTER_S
 
     def look(self, what: Callable[[], str]) -> None:
-        """Tell of the wait, if it is time.
+        """Report the wait, if it is time.
 
         Args:
-            what: says what is waited for.
+            what: describes what it waits for.
 
         Raises:
             MissingNodesError: the time is over.
         """
         seconds = self.clock.look()
         if seconds > self.limit_s:
-            error = f"waited {self.limit_s:g} s in vain for {what()}"
+            error = f"gave up after waiting {self.limit_s:g} s for {what()}"
             raise MissingNodesError(error, where=self.where, remedy=self.remedy)
         if seconds >= self.tell_at:
             print(f"waiting for {what()} ({seconds:.0f} of {self.limit_s:g} s)", file=sys.stderr, flush=True)
@@ -175,7 +175,7 @@ def find(host: str, limit_s: float) -> list[str]:
     remedy = "give the name or the address of one of the nodes as --rendezvous HOST:PORT"
     waiting = Waiting(limit_s, "--rendezvous", remedy)
     while not (addresses := resolve(host)):
-        waiting.look(lambda: f"the name {host} to be known")
+        waiting.look(lambda: f"the host name {host} to resolve")
         time.sleep(LOOK_S)
     return addresses
 
@@ -197,7 +197,7 @@ def wait_for(endpoint: Endpoint, limit_s: float) -> None:
             return
         except OSError as error:
             reason = str(error)
-        waiting.look(lambda reason=reason: f"the node at {endpoint}, which all nodes meet at ({reason})")  # type: ignore[misc]
+        waiting.look(lambda reason=reason: f"the node at {endpoint}, where nodes meet ({reason})")  # type: ignore[misc]
         time.sleep(LOOK_S)
 
 
@@ -221,28 +221,28 @@ def is_loopback(address: str) -> bool:
 
 
 def own_address(host: str, addresses: list[str]) -> str:
-    """The address by which the other nodes reach this node.
+    """The address at which the other nodes reach this node.
 
-    This is HOST itself on the node that has it. Elsewhere it is the address from which packets to HOST are sent.
+    On the node that has HOST, this is HOST itself. Elsewhere it is the address from which packets to HOST are sent.
 
     Args:
         addresses: those of `host`.
 
     Raises:
-        UsageError: the environment variable `ADDRESS` has something that is no address.
+        UsageError: the environment variable `ADDRESS` does not contain an address.
     """
     if given := os.environ.get(ADDRESS):
         found = resolve(given)
         if not found:
             raise UsageError(
-                f"{given!r} is neither an address nor a name that is known here",
+                f"{given!r} is neither an address nor a name that resolves here",
                 where=ADDRESS,
-                remedy="give the address by which other nodes reach this node; `ip -brief address` lists its addresses",
+                remedy="give the address at which other nodes reach this node; `ip -brief address` lists its addresses",
             )
         return found[0]
     meant_loopback = host == "localhost" or is_loopback(host)
     for address in addresses:
-        # Debian gives the name of a machine the address 127.0.1.1, which other nodes do not reach.
+        # Debian gives a machine's name the address 127.0.1.1, which other nodes cannot reach.
         if is_own(address) and (meant_loopback or not is_loopback(address)):
             return address
     for target in (*(address for address in addresses if not is_loopback(address)), *_ELSEWHERE):
@@ -253,7 +253,7 @@ def own_address(host: str, addresses: list[str]) -> str:
 
 
 def _source_for(target: str) -> str | None:
-    """The own address from which packets to `target` are sent. Nothing is sent to find it."""
+    """The local address from which packets to `target` are sent. Nothing is sent to find it."""
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -264,7 +264,7 @@ def _source_for(target: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has `address`, or that has another address of its network. None: it is not found."""
+    """The network interface that has `address`, or another address of its network. None: not found."""
     if not sys.platform.startswith("linux"):
         return None
     if ":" in address:
@@ -280,7 +280,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one, by name. Empty where the system is not Linux."""
+    """The IPv4 address of each network interface that has one, by name. Empty if the system is not Linux."""
     if not sys.platform.startswith("linux"):
         return {}
     found = {name: _of_interface(name, _GET_ADDRESS) for _, name in socket.if_nameindex()}

@@ -1,7 +1,7 @@
-"""The launcher of one node among those of the other nodes: the store that they share, and the signs of life in it.
+"""One node's launcher among those of the other nodes: the store that they share, and the heartbeats in it.
 
-torch's `TCPStore` may wait for ever where a link is cut or the other process is frozen. So each connection has a thread
-of its own, and who asks waits for the thread for a limited time.
+torch's `TCPStore` may wait forever if a link is cut or the other process is frozen. So each connection has its own
+thread, and callers wait for the thread for a limited time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lockstep.launch.node_address import LOOK_S, Clock, Endpoint
 
 T = TypeVar("T")
 GONE_AFTER = "LOCKSTEP_NODE_TIMEOUT_S"
-"""Environment variable: seconds without a sign of life after which a node counts as gone."""
+"""Environment variable: seconds without a heartbeat after which a node counts as gone."""
 SERVES = "LOCKSTEP_RENDEZVOUS_SERVER"
-"""Environment variable: 1 if this node serves the store, 0 if it does not, where HOST does not tell it."""
+"""Environment variable: 1 if this node serves the store, 0 if it does not, in case HOST does not determine it."""
 _BEAT_S = 1.0
 _JOIN_S = 5.0
 _DAY_S = 86400.0
@@ -45,11 +45,11 @@ class Nodes:
     """The nodes that make a run."""
 
     least: int
-    """The ranks start when so many nodes are there."""
+    """The ranks start when this many nodes are there."""
     most: int
     endpoint: Endpoint
     run_id: str
-    """The same on all nodes, and another for each run."""
+    """The same on all nodes, and different for each run."""
     wait_s: float
     """Seconds to wait for nodes."""
     keys: dict[str, Any]
@@ -58,7 +58,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Member:
-    """The launcher of a node, as the others see it."""
+    """A node's launcher, as the others see it."""
 
     node: int
     """Its number in the store."""
@@ -70,27 +70,29 @@ class Member:
 
 
 def gone_after_s() -> float:
-    """Seconds without a sign of life after which a node, or the store, counts as gone: at least 3.
+    """Seconds without a heartbeat after which a node, or the store, counts as gone: at least 3.
 
     Raises:
-        UsageError: the environment variable is no number of seconds, or longer than a day.
+        UsageError: the environment variable is not a number of seconds, or longer than a day.
     """
     text = os.environ.get(GONE_AFTER) or "10"
     with contextlib.suppress(ValueError):
         if 0 < float(text) <= _DAY_S:
             return max(3.0, float(text))
-    raise UsageError(f"{text!r} is no number of seconds", where=GONE_AFTER, remedy="give a number from 3, such as 10")
+    raise UsageError(
+        f"{text!r} is not a number of seconds", where=GONE_AFTER, remedy="give a number from 3, such as 10"
+    )
 
 
 class StoreLostError(RankError):
-    """The store does not answer any more: its node, its launcher or the link to it is gone."""
+    """The store no longer answers: its node, its launcher or the link to it is gone."""
 
 
 class BoundedStore:
-    """A connection to a store. Each call waits for its answer, but not for ever.
+    """A connection to a store. Each call waits for its answer, but not forever.
 
     Args:
-        connect: makes the connection; it is called in the thread of this object.
+        connect: makes the connection; called in the thread of this object.
         where: HOST:PORT, for errors.
     """
 
@@ -105,7 +107,7 @@ class BoundedStore:
         """The value of `job`, which the thread calls with the connection.
 
         Raises:
-            StoreLostError: there is no answer within `gone_after_s()` seconds, or the connection is closed.
+            StoreLostError: no answer came within `gone_after_s()` seconds, or the connection is closed.
         """
         future: Future[T] = Future()
         self._jobs.put((future, job))
@@ -122,15 +124,15 @@ class BoundedStore:
                 raise self.lost(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
     def lost(self, why: str) -> StoreLostError:
-        """The error that says that the store is gone."""
+        """The error that reports that the store is gone."""
         return StoreLostError(
-            f"the node at {self.where}, which holds what the nodes agree on, is gone: {why.rstrip('.')}",
-            remedy="look at the launcher and the machine there, and at the link to it. The checkpoints stay: the same "
-            "command on all nodes goes on from the newest",
+            f"the node at {self.where}, which holds the shared state of the nodes, is gone: {why.rstrip('.')}",
+            remedy="check the launcher and the machine there, and the link to it. The checkpoints are kept: the same "
+            "command on all nodes resumes from the newest",
         )
 
     def close(self) -> None:
-        """Let the thread end when it has done its jobs, and wait a little for it."""
+        """Let the thread end when it has done its jobs, and wait briefly for it."""
         self._jobs.put(None)
         self._thread.join(_JOIN_S)
 
@@ -147,14 +149,14 @@ class BoundedStore:
 
 
 class Pulse:
-    """Tells the other launchers every second that this launcher lives, and looks for signs of others and for news.
+    """Sends the other launchers a heartbeat every second, and looks for those of others and for news.
 
-    A thread with a connection of its own does it. The main thread only reads what the thread has found, so it never
+    A thread with its own connection does this. The main thread only reads what the thread has found, so it never
     waits.
 
     Args:
         connect: makes the connection.
-        node: the number of this node, by which others look for its signs.
+        node: the number of this node, under which others look for its heartbeats.
     """
 
     def __init__(self, connect: Callable[[], Store], node: int) -> None:
@@ -163,7 +165,7 @@ class Pulse:
         self.stopped_by = ""
         """The request to stop of any node; empty if there is none."""
         self.is_over = False
-        """True if the start that is watched has ended on a node."""
+        """True if the watched start has ended on a node."""
         self.has_joining = False
         """True if a node waits for the next start."""
         self.failed = ""
@@ -173,7 +175,7 @@ class Pulse:
         self._silent_since = 0.0
         self._asked, self._wake, self._closed = "", threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._watched: dict[int, list[int]] = {}  # by node: its last count of signs, and own beats since then
+        self._watched: dict[int, list[int]] = {}  # by node: its last count of heartbeats, and our beats since then
         self._over_key = self._joining_key = ""
         self._thread = threading.Thread(target=self._run, name="lockstep-node-pulse", daemon=True)
         self._thread.start()
@@ -182,8 +184,8 @@ class Pulse:
         """Watch these nodes from now on.
 
         Args:
-            over_key: a key of the store that says that the start is over.
-            joining_key: a key of the store that says that a node waits for the next start.
+            over_key: a key of the store that is set when the start is over.
+            joining_key: a key of the store that is set when a node waits for the next start.
         """
         with self._lock:
             self._watched = {node: self._watched.get(node, [-1, 0]) for node in nodes if node != self.node}
@@ -191,27 +193,27 @@ class Pulse:
             self._over_key, self._joining_key = over_key, joining_key
 
     def gone(self) -> list[int]:
-        """The watched nodes that gave no sign of life for too long. Beats of this process count, not the time."""
+        """The watched nodes that sent no heartbeat for too long. Counts beats of this process, not time."""
         with self._lock:
             return [node for node, (_, missed) in self._watched.items() if missed >= self.limit]
 
     def ask_to_stop(self, text: str) -> None:
-        """Tell all nodes that this node was asked to stop. Nothing, where they were told before."""
-        if not self._asked:  # each waking is a beat, and other nodes are taken for gone after some beats of this node
+        """Notify all nodes that this node was asked to stop. Does nothing if they were notified before."""
+        if not self._asked:  # each wake-up is a beat, and other nodes count as gone after some beats of this node
             self._asked = text
             self._wake.set()
 
     def silence_s(self) -> float:
-        """For how long the store has not answered. Call it at least every second."""
+        """How long the store has not answered. Call it at least every second."""
         now = self._silent.look()
         if self._beats != self._seen:
             self._seen, self._silent_since = self._beats, now
         return now - self._silent_since
 
     def close(self) -> None:
-        """Stop the thread, and wait a little for it: it may wait for the store.
+        """Stop the thread, and wait briefly for it: it may wait for the store.
 
-        An interpreter that ends while a thread is inside torch ends with SIGABRT, if the thread comes back then.
+        An interpreter that ends while a thread is inside torch ends with SIGABRT if the thread returns then.
         """
         self._closed.set()
         self._wake.set()
@@ -249,15 +251,15 @@ class Pulse:
 
 
 class Session:
-    """This launcher, connected to the others. Making it serves the store or connects to it.
+    """This launcher, connected to the others. Creating it serves the store or connects to it.
 
     Raises:
         MissingNodesError: the node that serves the store was not there in time.
-        UsageError: that node was started with something else, or what listens there is no launcher.
+        UsageError: that node was started with different settings, or another program listens there.
     """
 
     def __init__(self, nodes: Nodes, nproc: int) -> None:
-        gone_after_s()  # a wrong value is an error before anything is waited for
+        gone_after_s()  # a wrong value is an error before any wait
         self.nodes, self.endpoint = nodes, nodes.endpoint
         self.name = own_name()
         addresses = node_address.find(self.endpoint.host, nodes.wait_s)
@@ -273,7 +275,7 @@ class Session:
         self.notes = BoundedStore(self._store, str(self.endpoint))
         """For the main thread."""
         self.launch_id = f"{nodes.run_id}-{self._agree_on_settings()}"
-        """The same on all nodes, and another for each launch of the run."""
+        """The same on all nodes, and different for each launch of the run."""
         self.id = int(self.notes.call(lambda store: store.add("nodes", 1)))
         """The number of this node."""
         own_member = json.dumps(asdict(Member(self.id, self.name, self.address, os.getpid(), nproc)))
@@ -281,7 +283,7 @@ class Session:
         self.pulse = Pulse(self._store, self.id)
 
     def check_store(self) -> None:
-        """Raises StoreLostError if the store does not answer any more. Never waits."""
+        """Raises StoreLostError if the store no longer answers. Never waits."""
         if self.pulse.failed:
             raise self.notes.lost(self.pulse.failed)
         silent_s = self.pulse.silence_s()
@@ -289,7 +291,7 @@ class Session:
             raise self.notes.lost(f"no answer for {silent_s:.0f} s")
 
     def check(self) -> None:
-        """As `check_store`; and see whether another node was asked to stop, while no rank runs here."""
+        """Like `check_store`; also checks whether another node was asked to stop while no rank runs here."""
         self.check_store()
         if self.pulse.stopped_by:
             raise Preempted(f"stopped by {self.pulse.stopped_by}")
@@ -314,8 +316,8 @@ class Session:
         except DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 what = f"cannot listen at {self.endpoint}: {str(error).splitlines()[0]}"
-                raise RankError(what, where="--rendezvous", remedy="give another port") from error
-            return None  # `_agree_on_settings` sees whether it is a launcher of this run, or something else
+                raise RankError(what, where="--rendezvous", remedy="give a different port") from error
+            return None  # `_agree_on_settings` checks whether it is a launcher of this run
 
     def _settings(self) -> dict[str, Any]:
         limits = (
@@ -334,7 +336,7 @@ class Session:
         """Compare the settings of this node with those of the node that serves the store.
 
         Returns:
-            a name of this launch, which the node with the store has made up.
+            a name of this launch, made up by the node with the store.
 
         Raises:
             UsageError: they differ; names the differences.
@@ -344,9 +346,9 @@ class Session:
             served = {"settings": own, "by": f"process {os.getpid()} on {self.name}", "launch": uuid.uuid4().hex[:12]}
             notes.call(lambda store: store.set("settings", json.dumps(served)))
         foreign = UsageError(
-            f"the process that listens at {endpoint} is no launcher of this command",
+            f"the process that listens at {endpoint} is not a launcher of this command",
             where="--rendezvous",
-            remedy="give another port; or, if it is left from an earlier run, end it",
+            remedy="give a different port; or, if the process is left from an earlier run, end it",
         )
         clock = Clock()
         try:
@@ -366,13 +368,13 @@ class Session:
         ]
         if theirs.get("--rendezvous-id") != own["--rendezvous-id"]:
             raise UsageError(
-                f"{there['by']}, which listens at {endpoint}, belongs to another run: {differences[0]}",
+                f"{there['by']}, which listens at {endpoint}, belongs to a different run: {differences[0]}",
                 where="--rendezvous",
-                remedy="give each run a port of its own; or, if that process is left from an earlier run, end it",
+                remedy="give each run its own port; or, if that process is left from an earlier run, end it",
             )
         if differences:
             raise UsageError(
-                "\n    ".join([f"{there['by']} was started with something else:", *differences]),
+                "\n    ".join([f"{there['by']} was started with different settings:", *differences]),
                 where=f"node {self.name}",
                 remedy="give the same command on all nodes, with the same versions of Lockstep and torch",
             )

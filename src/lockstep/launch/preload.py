@@ -1,6 +1,6 @@
-"""Imported by the warm process alone: it loads the modules that ranks need, and makes the process safe to fork.
+"""Imported only by the warm process: it loads the modules that ranks need, and makes the process safe to fork.
 
-`warm_process.start` names this module to Python's fork server, which imports it before it forks the first rank. The
+`warm_process.start` passes this module to Python's fork server, which imports it before it forks the first rank. The
 import does the work, because a fork server can only import. Without the environment variable `PRELOAD`, it does
 nothing.
 """
@@ -29,8 +29,8 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel")  # files that drivers of ac
 def why_not_safe(threads_before: int) -> str | None:
     """The reason why forking this process is not safe; None if it is safe.
 
-    A forked child has no thread but the one that forked, so a lock that another thread held stays locked for ever. The
-    driver of an accelerator does not work in a forked child.
+    A forked child only has the thread that forked, so a lock that another thread held stays locked forever. An
+    accelerator's driver does not work in a forked child.
 
     Args:
         threads_before: number of threads that are allowed.
@@ -46,14 +46,14 @@ def why_not_safe(threads_before: int) -> str | None:
 
 
 def _prepare() -> None:
-    os.setsid()  # the keys of the terminal reach the launcher alone
+    os.setsid()  # terminal keys reach only the launcher
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked by `warm_process.start`
-    if ENDS_WITH_PARENT in os.environ:  # at once; the fork server itself notices the end only after the imports
+    if ENDS_WITH_PARENT in os.environ:  # immediately; the fork server itself notices the end only after the imports
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_become_child)
-    gc.disable()  # nothing that an import makes is garbage; looking through it takes a fifth of the time
+    gc.disable()  # imports make no garbage; scanning for it takes a fifth of the time
     with contextlib.suppress(Exception):
         import numpy  # noqa: F401
     # Threads of numpy's OpenBLAS are allowed: OpenBLAS ends them before a fork and starts them again.
@@ -79,7 +79,7 @@ def _unblock() -> None:
 
 
 def _become_child() -> None:
-    """A signal to a new rank ends it, from the first moment."""
+    """A signal to a new rank ends it, from the start."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_DFL)
     _unblock()

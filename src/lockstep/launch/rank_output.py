@@ -1,4 +1,4 @@
-"""The stderr of ranks: the launcher passes it on, and keeps the last lines of each rank for its own message."""
+"""The stderr of ranks: the launcher passes it on, and keeps the last lines of each rank for its message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.core.errors import Preempted
 from lockstep.core.parallel import heartbeat, launched
 
 _KEPT, _LONGEST_LINE = 100, 500
-_LATE_S = 0.2  # the rest of the output of ranks that have ended: their own children may hold the pipe open
+_LATE_S = 0.2  # for the rest of the output of ended ranks: their children may hold the pipe open
 _PLACE = re.compile(r"block: \[[^]]*\], thread: \[[^]]*\]")
 _NOISE = re.compile(r"\s*(frame #\d+:|#\d+ 0x)")  # stacks of C++
 
@@ -37,7 +37,7 @@ class Tail:
             self._add(line)
 
     def last(self, count: int) -> list[str]:
-        """The last lines, and a line that was not finished."""
+        """The last lines, and an unfinished line."""
         self._add(self._rest)
         self._rest = ""
         return list(self.lines)[-count:]
@@ -58,7 +58,7 @@ class RankOutput:
         self._thread = threading.Thread(target=self._copy, name="lockstep-rank-output", daemon=True)
 
     def writer(self, rank: int) -> connection.Connection[Any, Any]:
-        """The end of a pipe for the stderr of a rank; a terminal where this process writes to a terminal."""
+        """The end of a pipe for a rank's stderr; a terminal if this process writes to a terminal."""
         reading, writing = _terminal() if os.isatty(2) else os.pipe()
         self._readers[reading], self.tails[rank] = rank, Tail()
         return connection.Connection(writing, readable=False)
@@ -97,7 +97,7 @@ class RankOutput:
 
 
 def _terminal() -> tuple[int, int]:
-    """A terminal that passes on every byte as it is: the end to read, and the end to write."""
+    """A terminal that passes every byte on unchanged: the end to read, and the end to write."""
     import fcntl
     import termios
     import tty
@@ -112,7 +112,7 @@ def _terminal() -> tuple[int, int]:
 def call_with_stderr(writer: connection.Connection[Any, Any], function: Callable[..., None], *arguments: Any) -> None:
     """The main function of a rank: call `function(*arguments)` with `writer` as its stderr.
 
-    At the end without an error, the heartbeat says so: exit code 0 alone may come from `os._exit(0)` in a library.
+    If it ends without an error, the heartbeat records it: exit code 0 could also come from `os._exit(0)` in a library.
     """
     sys.stderr.flush()
     os.dup2(writer.fileno(), 2)
@@ -122,7 +122,7 @@ def call_with_stderr(writer: connection.Connection[Any, Any], function: Callable
         os._exit(Preempted.exit_code)
     try:
         function(*arguments)
-    except SystemExit as end:  # as the command line ends
+    except SystemExit as end:  # how the command line ends
         if not end.code:
             heartbeat.own().enter(heartbeat.Phase.ENDED)
         raise

@@ -1,7 +1,7 @@
-"""Ranks on several nodes: one launcher on each node, which meet, start their ranks, and decide alike when ranks end.
+"""Ranks on several nodes: one launcher per node. They meet, start their ranks, and decide together when ranks end.
 
-The launchers share a store, which the node with the address HOST serves. Each start of all ranks has a number, and keys
-of its own in the store:
+The launchers share a store, which the node with the address HOST serves. Each start of all ranks has a number, and its
+own keys in the store:
 
     node/NODE         a launcher, by its number
     alive/NODE        counts up every second while the launcher of the node lives
@@ -40,13 +40,13 @@ from lockstep.launch.node_address import LOOK_S, Clock, MissingNodesError, Waiti
 from lockstep.launch.node_session import Member, Nodes, Session, StoreLostError, gone_after_s
 from lockstep.launch.start import Start, free_port
 
-_LAST_CALL_S = 3.0  # after the least number of nodes is there, so long for further nodes
+_LAST_CALL_S = 3.0  # once the least number of nodes is there, how long to wait for more
 _TELL_EVERY_S = 30.0
-_WATCHED = 3  # so many neighbours each node watches while ranks run
-_END_S = 90.0  # after ranks have failed, so long for the launchers that live to tell how theirs ended
-_LOST_S = 300.0  # a file server keeps the lock of a machine that is off for a while (NFS: 90 s)
-_PULSE_S = 2.0  # in which all nodes look for a request to stop
-_LEAVE_S = 10.0  # the node with the store waits so long for the others at the end
+_WATCHED = 3  # neighbours that each node watches while ranks run
+_END_S = 90.0  # after ranks have failed, the time for live launchers to report how theirs ended
+_LOST_S = 300.0  # a file server keeps the lock of a dead machine for a while (NFS: 90 s)
+_PULSE_S = 2.0  # within which all nodes look for a request to stop
+_LEAVE_S = 10.0  # how long the node with the store waits for the others at the end
 
 
 def launch(
@@ -62,12 +62,12 @@ def launch(
     Returns when all ranks of all nodes have ended without error. Restarts are as in `launcher.launch`.
 
     Args:
-        max_restarts: most restarts after failures of ranks. Restarts because nodes leave or join do not count.
-        main: the main function of a rank. It can be imported by its name.
+        max_restarts: the most restarts after failures of ranks. Restarts because nodes leave or join do not count.
+        main: the main function of a rank. It must be importable by name.
 
     Raises:
-        RankError: a rank failed, or too few nodes are there. Exit code 75 where the same command may go on.
-        UsageError: another node was started with something else.
+        RankError: a rank failed, or there are too few nodes. Exit code 75 if the same command may resume.
+        UsageError: another node was started with different settings.
         Preempted: a signal asked a node to stop, and the ranks of all nodes have saved and stopped.
     """
     stop = Forwarding()
@@ -84,25 +84,25 @@ def launch(
 
 
 class SeveralNodes:
-    """The launchers of several nodes, seen from that of one node."""
+    """The launchers of several nodes, from the point of view of one node's."""
 
     def __init__(self, session: Session, max_restarts: int, stop: Forwarding) -> None:
         self.session, self.max_restarts, self.stop = session, max_restarts, stop
         self.history = History()
         self.number = 0
-        """The start whose ranks run, or ran last."""
+        """The start whose ranks are running, or ran last."""
         self.members: list[Member] = []
         """Its nodes, by their group ranks. Empty: no rank of this node was started."""
         self.rank = 0
         """The group rank of this node."""
         self.joining = False
-        """True if the ranks were asked to stop for a node that joins."""
+        """True if the ranks were asked to stop because a node joins."""
         self.left_out = ""
-        """Why this node takes no part any more. It only serves the store, if it has it."""
+        """Why this node no longer takes part. It only serves the store, if it has it."""
 
     @functools.cached_property
     def first(self) -> int:
-        """The number of the start that comes next, where this node joins."""
+        """The number of the next start, at which this node joins."""
         found = self.session.notes.call(lambda store: int(store.get("start")) if store.check(["start"]) else 0)
         if found:
             self.history = self._decision_of(found - 1).history
@@ -124,7 +124,7 @@ class SeveralNodes:
         members = self._members_of(number)
         if members is None:
             return None
-        self.stop.defers = True  # the others count on this node: a request waits until `_look` can tell its ranks
+        self.stop.defers = True  # the others rely on this node: a request waits until `_look` can notify its ranks
         rank = [member.node for member in members].index(self.session.id)
         port = self._port_of(number, rank, len(members))
         if port is None:
@@ -135,20 +135,20 @@ class SeveralNodes:
         neighbours = [members[(rank + far) % len(members)].node for far in range(1, _WATCHED + 1)]
         has_place = len(members) < self.session.nodes.most
         self.session.pulse.watch(neighbours, f"{number}/over", f"{number}/waiting" if has_place else "")
-        if number:  # rank 0 may be on another node than before
+        if number:  # rank 0 may have moved to a different node
             os.environ[LOST_NODE] = str(min(_LOST_S, self.session.nodes.wait_s))
         os.environ[NODE] = self.session.name
         sizes = [member.nproc for member in members]
         return Start(rank, sizes, members[0].address, port, self.session.launch_id, self._look)
 
     def _members_of(self, number: int) -> list[Member] | None:
-        """The nodes of a start, of which this node is one. None: the start is over."""
+        """The nodes of a start that includes this node. None: the start is over."""
         notes, nodes, own = self.session.notes, self.session.nodes, str(self.session.id)
         if self.left_out:
             self._serve_until_over(number)
             return None
         notes.call(lambda store: store.append(f"{number}/here", f"{own} "))  # type: ignore[attr-defined]
-        remedy = "give the same command on the other nodes within this time (--wait-for-nodes SECONDS), or a smaller "
+        remedy = "run the same command on the other nodes in this time (--wait-for-nodes SECONDS), or give a smaller "
         waiting = Waiting(nodes.wait_s, "--nnodes", remedy + "number, such as --nnodes 1:4")
         clock, enough_at = Clock(), float("inf")
         while not notes.call(lambda store: store.check([f"{number}/verdict"])):
@@ -167,14 +167,14 @@ class SeveralNodes:
                 waiting.look(lambda: self._missing(number))
             except MissingNodesError as error:
                 if number:
-                    error.what += ". The checkpoints stay: the same command on all nodes goes on from the newest"
+                    error.what += ". The checkpoints are kept: the same command on all nodes resumes from the newest"
                     error.exit_code = Preempted.exit_code
                 raise
             _rest(seconds)
         return None
 
     def _serve_until_over(self, number: int) -> None:
-        """Keep the store for the others until a start is over, where this node has it; else leave.
+        """Keep the store for the others until a start is over, if this node has it; otherwise leave.
 
         Raises:
             RankError: this node has no store to keep.
@@ -188,15 +188,15 @@ class SeveralNodes:
 
     def _left_out_error(self) -> RankError:
         error = RankError(
-            f"this node takes no part any more: {self.left_out}",
+            f"this node no longer takes part: {self.left_out}",
             where=f"node {self.session.name}",
-            remedy="let the maker's diagnostics run on this machine before it trains again",
+            remedy="run the vendor's diagnostics on this machine before it trains again",
         )
         error.exit_code = WatchError.exit_code
         return error
 
     def _choose(self, number: int, nodes: Sequence[str]) -> None:
-        """Say which nodes take part in a start, unless another node was faster."""
+        """Decide which nodes take part in a start, unless another node was faster."""
         members = sorted(self.session.members(nodes), key=lambda one: (one.address, one.process, one.node))
         text = " ".join(str(member.node) for member in members)
         self.session.notes.call(lambda store: store.compare_set(f"{number}/members", "", text))
@@ -213,17 +213,17 @@ class SeveralNodes:
         return int(notes.call(lambda store: store.get(keys[0]))) if outcome == b"all" else None
 
     def _missing(self, number: int) -> str:
-        """For which nodes a start waits, and which are there."""
+        """The nodes that a start waits for, and those that are there."""
         nodes, here = self.session.nodes, self.session.members(self._words_in(f"{number}/here"))
         names = ", ".join(f"{one.name} ({one.address}, process {one.process})" for one in here)
         if len(here) > nodes.least:
-            return f"a place among the nodes at {nodes.endpoint}: there are {names}"
+            return f"a free place among the nodes at {nodes.endpoint}: present are {names}"
         only_here = " (other machines cannot reach this address)" if is_loopback(self.session.address) else ""
         missing = max(1, nodes.least - len(here))
-        return f"{missing} of {nodes.least} nodes at {nodes.endpoint}{only_here}; there are {names}"
+        return f"{missing} of {nodes.least} nodes at {nodes.endpoint}{only_here}; present are {names}"
 
     def _words_in(self, key: str) -> list[str]:
-        """The words of a text in the store; empty where there is none."""
+        """The words of a text in the store; empty if there is none."""
 
         def read(store: Store) -> list[str]:
             return list(dict.fromkeys(store.get(key).decode().split())) if store.check([key]) else []
@@ -263,7 +263,7 @@ class SeveralNodes:
     # ---- to agree
 
     def agree(self, number: int, ending: Ending | None) -> Decision:
-        """Decide what follows after start `number`, on all nodes, when all have told how their ranks ended."""
+        """Decide what follows after start `number`, on all nodes, once all have reported how their ranks ended."""
         if ending is not None:
             self._tell(ending)
         decision = self._decision_of(number)
@@ -275,13 +275,13 @@ class SeveralNodes:
         if decision.action is Action.DONE and ending is None:
             print("the training had ended when this node came", file=sys.stderr, flush=True)
         if decision.action is Action.STOP and ending is not None and self.rank and "saved" in decision.text:
-            print(decision.text, file=sys.stderr, flush=True)  # on the first node, the log of rank 0 says so
+            print(decision.text, file=sys.stderr, flush=True)  # on the first node, rank 0 logs it
         if decision.action is Action.RESTART:
             self.session.notes.call(lambda store: store.set("start", str(number + 1)))
         return decision
 
     def _tell(self, ending: Ending) -> None:
-        """Tell how the ranks of this node ended, wait for the other nodes, and agree with them on what happened."""
+        """Report how the ranks of this node ended, wait for the other nodes, and agree with them on what happened."""
         notes, pulse, number, name = self.session.notes, self.session.pulse, self.number, self.session.name
         own = replace(
             ending,
@@ -300,7 +300,7 @@ class SeveralNodes:
             self._tell_of_request()
             missing, seconds = self._without_ending(), clock.look()
             gone = [rank for rank in missing if self.members[rank].node in pulse.gone()]
-            if seconds > _END_S and pulse.is_over:  # and not where ranks are still saving
+            if seconds > _END_S and pulse.is_over:  # but not if ranks are still saving
                 gone = missing
             if gone == missing:
                 self._set_verdict(number, self._merged(missing))
@@ -312,7 +312,7 @@ class SeveralNodes:
             _rest(seconds)
 
     def _without_ending(self) -> list[int]:
-        """The group ranks of nodes that have not told how their ranks ended."""
+        """The group ranks of nodes that have not reported how their ranks ended."""
         keys = [f"{self.number}/end/{rank}" for rank in range(len(self.members))]
 
         def look(store: Store) -> list[int]:
@@ -337,7 +337,7 @@ class SeveralNodes:
         )
 
     def _set_verdict(self, number: int, ending: Ending) -> None:
-        """Say what all nodes decide from, unless another node was faster."""
+        """Publish what all nodes base their decision on, unless another node was faster."""
         verdict = {"ending": ending.as_dict(), "history": asdict(self.history), "max_restarts": self.max_restarts}
         self.session.notes.call(lambda store: store.compare_set(f"{number}/verdict", "", json.dumps(verdict)))
 
@@ -349,7 +349,8 @@ class SeveralNodes:
     # ---- to leave
 
     def leave(self) -> None:
-        """Tell the others of a request to stop. The node with the store waits until they have read the last verdict."""
+        """Notify the others of a request to stop. The node with the store waits until all have read the last
+        verdict."""
         with contextlib.suppress(StoreLostError):
             self.session.check_store()
             if self.stop.asked:
@@ -372,7 +373,7 @@ class SeveralNodes:
 
 
 def _rest(seconds: float) -> None:
-    """Sleep before another look, shorter in the first `seconds` of a wait."""
+    """Sleep before the next poll, for less time in the first `seconds` of a wait."""
     time.sleep(LOOK_S / 5 if seconds < 5 else LOOK_S)
 
 

@@ -29,16 +29,16 @@ class Start:
     run_id: str
     """The same for all starts of one launch."""
     look: Callable[[], bool] = lambda: False
-    """Called twice a second. It says whether the ranks of this node must end because of another node."""
+    """Called twice a second. It returns whether the ranks of this node must end because of another node."""
 
 
 def on_one_node(nproc: int) -> Start:
-    """A start of `nproc` ranks, all of which are on this machine."""
+    """A start of `nproc` ranks, all on this machine."""
     return Start(rank=0, sizes=[nproc], address="127.0.0.1", port=free_port(), run_id=f"lockstep-{os.getpid()}")
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -47,13 +47,13 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def folder_of(ranks: int) -> Iterator[Path]:
-    """The folder for a start of `ranks` ranks on this machine, which is deleted at the end of the block.
+    """The folder for a start of `ranks` ranks on this machine. It is deleted at the end of the block.
 
-    It is for heartbeats, reports and the request to stop. They are written when the disk may be full, and take the room
-    of files that this function writes.
+    It is for heartbeats, reports and the request to stop. They may have to be written when the disk is full, so they
+    reuse the space of files that this function writes.
 
     Raises:
-        ShortageError: there is no room for temporary files.
+        ShortageError: there is no space for temporary files.
     """
     with shortages.temporary_folder() as folder:
         try:

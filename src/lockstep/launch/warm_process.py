@@ -1,4 +1,4 @@
-"""A warm process has imported torch and all that ranks need. Ranks are forked from it instead of importing anew.
+"""A warm process has imported torch and all that ranks need. Ranks are forked from it instead of importing again.
 
 It is Python's fork server (`multiprocessing`, start method `forkserver`). It has no threads and touches no GPU, and it
 ends with the process that started it. Without it, ranks start cold: each is a new interpreter (start method `spawn`).
@@ -31,10 +31,10 @@ MODULES = (
     "torch.nn.parallel.distributed",
     "torch.utils.flop_counter",
 )
-"""Modules of torch that every rank imports until its first step."""
+"""Modules of torch that every rank imports by its first step."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
-_ENDS_S = 5.0  # from the last words of a process to its end, where a machine has much to do
+_ENDS_S = 5.0  # from the last output of a process to its end, on a busy machine
 _warm_pid: int | None = None
 
 
@@ -44,12 +44,12 @@ def is_possible() -> bool:
 
 
 def start(modules: Sequence[str] = ()) -> None:
-    """Start the warm process and return at once, while it imports. Do nothing if it runs, or where it is not possible.
+    """Start the warm process and return immediately, while it imports. Do nothing if it runs, or if it is not possible.
 
-    Environment variables that libraries read while they are imported (OMP_NUM_THREADS) must be set before.
+    Environment variables that libraries read on import (OMP_NUM_THREADS) must be set before.
 
     Args:
-        modules: modules to import besides those of torch.
+        modules: modules to import in addition to torch's.
     """
     global _warm_pid
     if _warm_pid is not None or not is_possible():
@@ -66,7 +66,7 @@ def start(modules: Sequence[str] = ()) -> None:
         _warm_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     except OSError as error:  # such as a TMPDIR whose path is too long for a socket
         _tell_cold(f"the process to fork ranks from did not start ({error})")
-    finally:  # no other process may take itself for the warm process
+    finally:  # no other process may mistake itself for the warm process
         for name in (preload.PRELOAD, preload.ENDS_WITH_PARENT, *([] if has_safe_path else [_SAFE_PATH])):
             os.environ.pop(name, None)
 
@@ -74,12 +74,12 @@ def start(modules: Sequence[str] = ()) -> None:
 def start_process(function: Callable[..., None], *arguments: Any, **variables: str) -> BaseProcess:
     """A new process that calls `function(*arguments)`: forked from the warm process if `start` was called, else cold.
 
-    It has its own session, the signal handlers of a new interpreter, generators that no other process shares, and the
-    environment variables of this process with `variables`.
+    It has its own session, the signal handlers of a new interpreter, its own random generators, and the environment
+    variables of this process plus `variables`.
     """
     global _warm_pid
     environment = dict(os.environ) | variables
-    # A rank ignores what this process was told to ignore when it started, such as SIGHUP under nohup.
+    # A rank ignores the signals that this process ignored when it started, such as SIGHUP under nohup.
     ignored = [number for number in preload.IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     if _warm_pid is not None:
         reason = how_it_ended()
@@ -97,7 +97,7 @@ def start_process(function: Callable[..., None], *arguments: Any, **variables: s
 
 
 def _wait_for_its_end() -> str | None:
-    """The same as `how_it_ended`, for a process that may be about to end."""
+    """Like `how_it_ended`, for a process that may be about to end."""
     deadline = time.monotonic() + _ENDS_S
     while (reason := how_it_ended()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -109,9 +109,9 @@ def _tell_cold(reason: str) -> None:
 
 
 def how_it_ended() -> str | None:
-    """The end of the warm process. None: it runs, or was not started. An empty text: it ended by itself, and said why.
+    """The end of the warm process. None: it is running, or was not started. Empty: it ended by itself with a message.
 
-    Python would start a new fork server instead, which has imported nothing.
+    Python would start a new fork server instead, without the imports.
     """
     if _warm_pid is None:
         return None
@@ -127,7 +127,7 @@ def how_it_ended() -> str | None:
 
 
 def remove_files() -> None:
-    """Remove the folder of the warm process's socket, for a process that ends without the functions of `atexit`."""
+    """Remove the folder of the warm process's socket, for a process that ends without `atexit` functions."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -161,7 +161,7 @@ def _without_main_module() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """A process that starts inside inherits that signals wait until it has set its handlers."""
+    """A process that starts inside blocks signals until it has set its handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, preload.IGNORED)
     try:
         yield
@@ -175,14 +175,14 @@ def _run(
     """The main function of a process: make it like a new interpreter, call `function`, and end like an interpreter."""
     os.setsid()
     for number in preload.IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # forget what waits: it was sent to the terminal's processes
+        signal.signal(number, signal.SIG_IGN)  # drop pending signals: they were sent to the terminal's processes
         if number not in ignored:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, preload.IGNORED)
     os.environ.clear()  # a forked process has the environment variables of the warm process
     os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # else loader workers would be started as this process was
-    multiprocessing.current_process().name = "MainProcess"  # libraries take other names for helpers of a main process
+    multiprocessing.set_start_method(None, force=True)  # else loader workers would start like this process
+    multiprocessing.current_process().name = "MainProcess"  # libraries treat other names as helpers of a main process
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if debugging.RANK in environment:
@@ -190,6 +190,6 @@ def _run(
     try:
         function(*arguments)
     finally:
-        # A process of `multiprocessing` ends without functions of `atexit`. An interpreter first waits for threads.
+        # A process of `multiprocessing` ends without `atexit` functions. An interpreter first waits for threads.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

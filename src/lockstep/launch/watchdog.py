@@ -1,8 +1,8 @@
-"""When no rank makes progress for too long: report where each rank is, and end.
+"""If no rank makes progress for too long: report where each rank is, and end.
 
-On every rank, a thread counts signs of life in a store that all ranks reach. A rank that sees no sign of life, neither
-its own nor another rank's, for `timeout_s` seconds declares a hang. Every rank then writes its stack into the store and
-ends. The report also holds the last collectives of each rank, and says where they differ. Where not even this thread
+On every rank, a thread counts heartbeats in a store that all ranks reach. A rank that sees no heartbeat, neither its
+own nor another rank's, for `timeout_s` seconds declares a hang. Every rank then writes its stack into the store and
+ends. The report also contains the last collectives of each rank, and shows where they differ. If not even this thread
 can run (the interpreter's lock is held, the host of the store is frozen), the C thread of faulthandler writes the
 stacks to stderr and ends the process.
 """
@@ -36,28 +36,28 @@ _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-r
 _COLLECTIVES = "collectives/"
 _COMMANDS = tuple(os.path.join(folder, name, "") for folder in lockstep_folders() for name in ("cli", "commands"))
 _STDERR = 2
-_ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
-_RECORDER_S = 5.0  # a rank waits so long for its flight recorder
-_BUSY = 0.03  # share of a core at which the main thread counts as working; other processes may leave it little
-_LENIENCE = 6  # timeouts for which a rank may compute without a beat, while it starts or evaluates
+_ANSWER_S = 10.0  # how long a report waits for the stacks of all ranks
+_RECORDER_S = 5.0  # how long a rank waits for its flight recorder
+_BUSY = 0.03  # fraction of a core at which the main thread counts as working; it may get little
+_LENIENCE = 6  # timeouts that a rank may compute without a heartbeat, while it starts or evaluates
 
 
 def watch(world: World, store: Store | None, *, timeout_s: float, folder: Path) -> Watchdog:
-    """Wait until the memory of earlier processes is free, and begin to watch. For the arguments, see `Watchdog`."""
+    """Wait until the memory of earlier processes is free, and start watching. For the arguments, see `Watchdog`."""
     left_behind.wait_for_memory(world)
     return Watchdog(world, store, timeout_s=timeout_s, folder=folder)
 
 
 class Watchdog:
-    """Watches the heartbeat of this rank. Make it before the process group: it lets torch record the last collectives.
+    """Watches the heartbeat of this rank. Create it before the process group: it makes torch record collectives.
 
-    In phases in which one piece of work may take long (building and compiling, evaluating, saving), a main thread that
-    computes counts as alive for up to 6 timeouts: it uses the CPU, and it executes Python code. A thread that waits for
-    a GPU uses the CPU too, but stays inside one C function. In training, only batches count. A main thread that stands
-    in a debugger is alive in all phases.
+    In phases with work that may take long (building and compiling, evaluating, saving), a main thread that computes
+    counts as alive for up to 6 timeouts: it uses the CPU, and it executes Python code. A thread that waits for a GPU
+    also uses the CPU, but stays inside one C function. In training, only batches count. A main thread in a debugger is
+    alive in all phases.
 
     Args:
-        store: a store that all ranks reach; None where there is only one rank.
+        store: a store that all ranks reach; None if there is only one rank.
         timeout_s: seconds without progress on any rank after which the run ends.
         folder: where the report is written.
     """
@@ -91,7 +91,7 @@ class Watchdog:
             while not self.closed.wait(self.tick_s):
                 if is_orphan():
                     os._exit(1)
-                # Not into a file: who is killed could not remove it, and who is started again would empty it.
+                # Not into a file: a killed process could not remove it, and a restarted one would empty it.
                 faulthandler.dump_traceback_later(self.timeout_s + 3 * _ANSWER_S, exit=True, file=_STDERR)
                 now, before, worked = time.monotonic(), worked, time.clock_gettime(cpu)
                 working = self.heartbeat.phase != Phase.TRAINING and worked - before > _BUSY * self.tick_s
@@ -105,7 +105,7 @@ class Watchdog:
                     if self._is_hanging(now):
                         self._report()
                 except dist.DistError:
-                    return  # the store ended with the process of rank 0, whose failure ends this rank too
+                    return  # the store ended with rank 0's process, whose failure also ends this rank
 
     def _is_hanging(self, now: float) -> bool:
         """Publish that this rank is alive; or find that no rank is."""
@@ -149,7 +149,7 @@ class Watchdog:
         stacks = self._answers(_STACK, _ANSWER_S)
         silent = "rank {}: no answer: its process is gone or frozen"
         text = "\n".join(stacks[rank] or silent.format(rank) for rank in range(self.size))
-        with contextlib.suppress(Exception):  # another torch may record something else, and the stacks must be shown
+        with contextlib.suppress(Exception):  # torch versions may differ here, but the stacks must be shown
             text = f"{text}\n{flight_recorder.describe(self._answers(_COLLECTIVES, _RECORDER_S + 1))}"
         return text
 
@@ -199,7 +199,7 @@ class Watchdog:
 
 
 def _last_collectives() -> str:
-    """Of this rank. Empty where the recorder gives no answer: it asks the driver of the GPU, which may hang too."""
+    """Of this rank. Empty if the recorder does not answer: it asks the driver of the GPU, which may also hang."""
     answers: list[str] = []
 
     def ask() -> None:

@@ -1,1 +1,1 @@
-"""A mesh of ranks: models whose layers are cut over neighbouring ranks (`parallel.tensor`)."""
+"""A mesh of ranks: models whose layers are sharded over neighbouring ranks (`parallel.tensor`)."""

@@ -1,6 +1,6 @@
-"""The part of a model that one rank of a tensor group holds, in one process: for a plan of a training.
+"""The shard of a model that one rank of a tensor group holds, in one process: for planning a training.
 
-What other ranks would send has the right size, and nothing else: the results of the model mean nothing.
+What other ranks would send only has the right size: the results of the model are meaningless.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WAYS = {
     "rowwise_split_input": (1, ("part", "joined"), _SUMMED),
     "embedding_rowwise": (0, _KEPT, _SUMMED),
 }
-"""By style: the dimension of the weight that is cut, and what is exchanged of the input and of the output of a layer:
-of the activation in the forward pass, and of its gradient in the backward pass."""
+"""By style: the dimension of the weight that is sharded, and the exchange of a layer's input and output: of the
+activation in the forward pass, and of its gradient in the backward pass."""
 
 
 def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: Note) -> list[str]:
@@ -37,7 +37,7 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: N
         lines about layers that stay whole.
 
     Raises:
-        UsageError: as `plans.plan_of`.
+        UsageError: see `plans.plan_of`.
     """
     plan = plans.plan_of(model, own, ranks)
     group = Alone(ranks, note)
@@ -53,7 +53,7 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: N
                 setattr(module, key, part)
 
         def enter(each: Any, given: Any, ways: Any = before) -> Any:
-            if isinstance(each, nn.Embedding):  # words of other ranks stand for words of this one
+            if isinstance(each, nn.Embedding):  # words of other ranks map to words of this one
                 return (given[0] % len(each.weight), *given[1:])
             return (exchanged(given[0], ways, ranks, note), *given[1:])
 

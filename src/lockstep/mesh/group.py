@@ -1,4 +1,4 @@
-"""What layers that are cut ask of the other ranks of their tensor group."""
+"""What sharded layers need from the other ranks of their tensor group."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Note = Callable[[str, int], None]
 
 
 class Group(Protocol):
-    """The ranks of a tensor group. Its methods are collectives, and give plain tensors without a graph."""
+    """The ranks of a tensor group. Its methods are collectives, and return plain tensors without a graph."""
 
     ranks: int
     rank: int
-    """The place of this rank in the group."""
+    """The position of this rank in the group."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks: (ranks, *shape)."""
 
     def add(self, tensor: Tensor) -> None:
-        """Put the sum over the ranks in the place of `tensor`."""
+        """Replace `tensor` by the sum over the ranks."""
 
     def scatter(self, parts: Tensor) -> Tensor:
-        """The sum over the ranks of the part that is this rank's, of one for each rank: (ranks, *shape)."""
+        """The sum over the ranks of this rank's slice, from one slice for each rank: (ranks, *shape)."""
 
 
 class Joined(Group):
@@ -52,7 +52,7 @@ class Joined(Group):
 
 
 class Alone(Group):
-    """The first rank of a group whose others do not exist. What they would send is made up, and `note` is told."""
+    """The first rank of a group whose other ranks do not exist. Their messages are made up, and passed to `note`."""
 
     rank = 0
 

@@ -11,9 +11,9 @@ from lockstep.mesh.strategy import MeshFSDP
 
 
 def laid_out(world: World, config: RunConfig) -> World:
-    """`world`, where `parallel.tensor` neighbouring ranks get the same samples and hold the layers of one model.
+    """`world`, in which `parallel.tensor` neighbouring ranks get the same samples and hold the layers of one model.
 
-    One rank holds the whole model, whatever the key says: a run on a mesh may be evaluated by one process.
+    One rank always holds the whole model: a run on a mesh may be evaluated by one process.
 
     Raises:
         UsageError: the ranks or other keys of the config do not fit a mesh; names the key, the nodes and the remedy.
@@ -27,11 +27,11 @@ def laid_out(world: World, config: RunConfig) -> World:
 
 
 def check(config: RunConfig, ranks: int, of: str = "") -> None:
-    """Raises UsageError where `parallel.tensor` does not fit other keys, or the ranks: of all nodes, or of one."""
+    """Raises UsageError if `parallel.tensor` does not fit other keys, or the ranks: of all nodes, or of one."""
     tensor = config.parallel.tensor
     where = f"parallel.tensor={tensor}"
     if ranks % tensor:
-        what = f"{ranks} ranks{of} cannot be cut into tensor groups of {tensor}"
+        what = f"{ranks} ranks{of} cannot be divided into tensor groups of {tensor}"
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         remedy = f"start a multiple of {tensor} ranks, or use one of {', '.join(map(str, divisors))}"
         raise UsageError(what, where=where, remedy=remedy)
@@ -39,18 +39,18 @@ def check(config: RunConfig, ranks: int, of: str = "") -> None:
 
 
 def _check_nodes(world: World, tensor: int, where: str) -> None:
-    """Raises UsageError where a tensor group lies on two nodes: its ranks exchange activations in every layer."""
+    """Raises UsageError if a tensor group spans two nodes: its ranks exchange activations in every layer."""
     nodes = world.nodes
     for first in range(0, world.size, tensor):
         group = range(first, first + tensor)
         if len({nodes.keys[rank] for rank in group}) > 1:
             named = ", ".join(nodes.describe([rank]) for rank in group)
             remedy = f"start a multiple of {tensor} ranks on each node, or lower parallel.tensor"
-            raise UsageError(f"a tensor group lies on several nodes: {named}", where=where, remedy=remedy)
+            raise UsageError(f"a tensor group spans several nodes: {named}", where=where, remedy=remedy)
 
 
 def _check_keys(config: RunConfig, where: str) -> None:
-    """Raises UsageError where another key asks for what has not been built, or not been shown, on a mesh."""
+    """Raises UsageError if another key asks for something that is not built, or not verified, on a mesh."""
     parallel = config.parallel
     refused = {
         "parallel.strategy=single": parallel.strategy == "single",
@@ -65,5 +65,5 @@ def _check_keys(config: RunConfig, where: str) -> None:
     }
     found = [key for key, is_set in refused.items() if is_set]
     if found:
-        what = f"not with {', '.join(found)}: it does not know models that are cut across ranks"
-        raise UsageError(what, where=where, remedy="leave these keys out, or use parallel.tensor=1")
+        what = f"does not work with {', '.join(found)}, which does not support models that are sharded across ranks"
+        raise UsageError(what, where=where, remedy="remove these keys, or use parallel.tensor=1")

@@ -1,4 +1,4 @@
-"""Which layers of a model are cut over the ranks of a tensor group, and how."""
+"""Which layers of a model are sharded over the ranks of a tensor group, and how."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CUT = {
     "rowwise_split_input": (nn.Linear, "in_features"),
     "embedding_rowwise": (nn.Embedding, "num_embeddings"),
 }
-"""The styles that cut a layer: the class of such layers, and the number that must divide."""
+"""The styles that shard a layer: the class of such layers, and the number that must divide."""
 SUMMED = "replicated_with_grad_allreduce"
-"""The style of a layer that every rank holds whole and applies to its part of the heads: its gradients are summed."""
+"""The style of a layer that every rank holds whole and applies to its heads: its gradients are summed."""
 SEQUENCE = "sequence_parallel"
-"""The style of a block in which each rank has a part of the tokens between cut layers."""
+"""The style of a block in which each rank has a part of the tokens between sharded layers."""
 SEES = "sequence_gather"
-"""The style of a module in such a block that gets all tokens, because it looks at the shape of its input."""
+"""The style of a module in such a block that gets all tokens, because it depends on the shape of its input."""
 WORDS = "colwise_gather_output"
-"""The style of a last layer: it is cut over its outputs, and gives all of them."""
+"""The style of a last layer: it is sharded over its outputs, and returns all of them."""
 WORDS_IN = "embedding_rowwise"
-_AT_THE_ENDS = (WORDS_IN, WORDS)  # stay whole where a model's plan cannot cut them
+_AT_THE_ENDS = (WORDS_IN, WORDS)  # stay whole if a model's plan cannot shard them
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "heads")
 
 
@@ -40,16 +40,16 @@ class Plan(NamedTuple):
     notes: list[str]
     """Lines for the log."""
     tied: list[tuple[str, str]]
-    """Pairs of a last layer and an embedding whose one weight is cut."""
+    """Pairs of a last layer and an embedding whose shared weight is sharded."""
     inside: dict[str, str]
     """By name of a module in a block with `sequence_parallel` that works on parts: the block."""
 
 
 def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan:
-    """How `model` is cut over `ranks` ranks.
+    """How `model` is sharded over `ranks` ranks.
 
     Args:
-        own: what `Task.tensor_plan` returned. None: the plans of transformers' models in `model` count.
+        own: what `Task.tensor_plan` returned. None: use the plans of transformers models in `model`.
 
     Raises:
         UsageError: there is no plan, a pattern or a style is unknown, or heads or rows do not divide; names them.
@@ -62,9 +62,9 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
     names = _matched(model, wanted, where, is_own=own is not None)
     if not names:
         raise UsageError(
-            f"nothing says how {type(model).__name__} could be cut over {ranks} ranks",
+            f"there is no plan for sharding {type(model).__name__} over {ranks} ranks",
             where=where,
-            remedy="let Task.tensor_plan return a style by pattern over names of modules, such as "
+            remedy="return a style by pattern over module names from Task.tensor_plan, such as "
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}; or use parallel.strategy=fsdp with "
             "parallel.tensor=1, which needs no plan",
         )
@@ -73,13 +73,13 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
     whole: set[str] = set()
     for sharing in _sharing(model):
         ends = {names.get(name): name for name in sharing}
-        if len(sharing) == 2 and ends.keys() == {*_AT_THE_ENDS}:  # both are cut over the same words
+        if len(sharing) == 2 and ends.keys() == {*_AT_THE_ENDS}:  # both are sharded over the same words
             tied.append((ends[WORDS], ends[WORDS_IN]))
         else:
             whole |= sharing
     for name in sorted(whole & names.keys()):
         if own is not None:
-            what, remedy = f"{name} shares its weight with another module", "leave both out of the plan"
+            what, remedy = f"{name} shares its weight with another module", "remove both from the plan"
             raise UsageError(what, where=where, remedy=remedy)
         notes.append(f"  {name} stays whole: it shares its weight with another module")
         del names[name]
@@ -91,18 +91,18 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
     tied = [ends for ends in tied if ends[0] in names]
     if uneven:
         shown = listed([f"{name} ({what})" for name, what in uneven.items()], _SHOWN)
-        remedy = "use a parallel.tensor that divides these numbers, or leave the modules out of Task.tensor_plan"
+        remedy = "use a parallel.tensor that divides these numbers, or remove the modules from Task.tensor_plan"
         raise UsageError(f"{shown} cannot be divided by {ranks}", where=f"parallel.tensor={ranks}", remedy=remedy)
     return Plan(names, notes, tied, _inside(model, names, where))
 
 
 def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The plans of the outermost models of transformers. Each has the plans of those inside it."""
+    """The plans of the outermost transformers models. Each includes the plans of those inside it."""
     seen: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in seen):
             continue
-        # Adapters show that of the model inside.
+        # Adapters show the plan of the model inside.
         has_plan = hasattr(type(module), "_tp_plan") or "_tp_plan" in vars(module)
         if has_plan and hasattr(module, "config"):
             prefix = f"{name}." if name else ""
@@ -120,10 +120,10 @@ def _matched(model: nn.Module, wanted: Mapping[str, str], where: str, *, is_own:
         if style in (SEQUENCE, SEES):  # of a block, and not of all that is in it
             matching = [name for name in matching if name.count(".") == pattern.count(".")]
         if not matching and is_own:
-            remedy = f"use patterns over the names of modules, such as: {listed(modules, _SHOWN)}"
+            remedy = f"use patterns over module names, such as: {listed(modules, _SHOWN)}"
             raise UsageError(f"no module matches {pattern!r}", where=where, remedy=remedy)
         if matching and style not in known:
-            remedy = f"{did_you_mean(style, known)}there are: {', '.join(known)}"
+            remedy = f"{did_you_mean(style, known)}known are: {', '.join(known)}"
             raise UsageError(f"{matching[0]} has the unknown style {style!r}", where=where, remedy=remedy)
         for name in matching:
             found.setdefault(name, style)
@@ -148,13 +148,13 @@ def _inside(model: nn.Module, names: Mapping[str, str], where: str) -> dict[str,
     norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
     for name, module in model.named_modules():
         if isinstance(module, norms) and any(f"{name}.".startswith(f"{block}.") for block in blocks):
-            what, remedy = f"{name} would see the tokens of one rank", "use LayerNorm or RMSNorm"
+            what, remedy = f"{name} would see only the tokens of one rank", "use LayerNorm or RMSNorm"
             raise UsageError(what, where=where, remedy=remedy)
     return found
 
 
 def _sharing(model: nn.Module) -> list[set[str]]:
-    """Names of the modules that have a parameter in common, for each such parameter."""
+    """Names of the modules that share a parameter, for each such parameter."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
@@ -166,19 +166,19 @@ def _check_types(model: nn.Module, names: Mapping[str, str], where: str) -> None
         module = model.get_submodule(name)
         if style in CUT and not isinstance(module, CUT[style][0]):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            what = f"{name} is a {kind}, and {style} cuts a torch.nn.{CUT[style][0].__name__}"
+            what = f"{name} is a {kind}, but {style} shards a torch.nn.{CUT[style][0].__name__}"
             remedy = "name the Linear and Embedding modules inside, or use parallel.tensor=1"
             raise UsageError(what, where=where, remedy=remedy)
 
 
 def _uneven(model: nn.Module, names: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What cannot be cut evenly: by name of a module, or of a config, the number that does not divide."""
+    """What cannot be sharded evenly: by name of a module, or of a config, the number that does not divide."""
     found: dict[str, str] = {}
     parents = {name.rpartition(".")[0] for name, style in names.items() if style in ("colwise", "rowwise")}
     for name in sorted(parents):
         module = model.get_submodule(name)
         owners: dict[str, Any] = {name: module}
-        if "attention" in type(module).__name__.lower():  # other layers may have the config, too
+        if "attention" in type(module).__name__.lower():  # other layers may also have the config
             owners[type(getattr(module, "config", None)).__name__] = getattr(module, "config", None)
         for named, owner in owners.items():
             bad = [f"{key}={getattr(owner, key)}" for key in _HEADS if _is_uneven(getattr(owner, key, None), ranks)]

@@ -1,7 +1,7 @@
-"""A mesh (replicate, shard, tensor): neighbours hold the layers of a model together, and FSDP2 spreads what each holds.
+"""A mesh (replicate, shard, tensor): neighbours hold the layers of a model together, and FSDP2 shards what each holds.
 
-`parallelize_module` cuts the layers that the plan names, by columns or rows, over the dimension `tensor`. Then
-`fully_shard` works on the dimensions `replicate` and `shard`, of which one may have size 1.
+`parallelize_module` shards the layers that the plan names, by columns or rows, over the dimension `tensor`. Then
+`fully_shard` works on the dimensions `replicate` and `shard`. One of these may have size 1.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _ROWS_SHOWN = 16
 
 
 class MeshFSDP(FSDP):
-    """FSDP2 over tensor groups, whose ranks hold parts of the layers. For the methods, see `Strategy`.
+    """FSDP2 over tensor groups, whose ranks hold shards of the layers. For the methods, see `Strategy`.
 
     With `parallel.strategy=ddp`, every tensor group holds the whole model. With `fsdp`, each rank holds some rows of
-    what its place in the group holds.
+    the shard of its position in the group.
     """
 
     def __init__(self, world: World, options: ParallelConfig) -> None:
         super().__init__(world, options)
         shards = 1 if options.strategy == "ddp" else shard_size(world.data_size, options.shard_ranks)
         self.shape = {"replicate": world.data_size // shards, "shard": shards, "tensor": world.tensor}
-        self._summed: set[str] = set()  # names of parameters of which each rank has the gradient of its heads alone
-        self._uncut: list[str] = []  # names of the parameters that all ranks of a tensor group hold alike
+        self._summed: set[str] = set()  # parameters whose gradient on each rank covers only its heads
+        self._uncut: list[str] = []  # names of the parameters that are equal on all ranks of a tensor group
         self._messages: list[str] = []
 
     @functools.cached_property
@@ -48,7 +48,7 @@ class MeshFSDP(FSDP):
         return make_mesh(self.world, self.shape)
 
     def _ends(self, model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-        # A cut last layer gives a view of its logits, which no unit of FSDP may: it stays with the root.
+        # A sharded last layer returns a view of its logits, which FSDP units may not: it stays with the root.
         first, last = super()._ends(model, blocks)
         return first, [layer for layer in last if not any(hasattr(p, "device_mesh") for p in layer.parameters())]
 
@@ -67,7 +67,7 @@ class MeshFSDP(FSDP):
         self._uncut = [name for name, parameter in self.trainable.items() if not is_cut(parameter)]
 
     def _cut(self, forward: Forward) -> None:
-        """Cut the layers of a model on the meta device, as the plan says. Nothing is sent."""
+        """Shard the layers of a model on the meta device, according to the plan. Nothing is sent."""
         from torch.distributed.tensor.parallel import parallelize_module
 
         model = forward.model
@@ -84,22 +84,22 @@ class MeshFSDP(FSDP):
             else:
                 buffers = dict(module._buffers)
                 parallelize_module(module, mesh, styles[style](), src_data_rank=None)
-                module._buffers.update(buffers)  # whole on each rank, as those of the other layers
+                module._buffers.update(buffers)  # whole on each rank, like those of the other layers
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_copied)
                 module.register_forward_pre_hook(functools.partial(_check_words, name), prepend=True)
             if style == plans.WORDS:
-                vars(module)["tensor_group"] = group  # for a loss that needs no whole logits
+                vars(module)["tensor_group"] = group  # for a loss that does not need the whole logits
         for one, other in plan.tied:
             model.get_submodule(one).weight = model.get_submodule(other).weight
         tokens.arrange(model, plan, group)
         for name, parameter in model.named_parameters():
-            vars(parameter).update(attributes[name])  # those that a model sets; torch makes new objects
+            vars(parameter).update(attributes[name])  # set by a model; torch makes new objects
         count = sum(style in plans.CUT for style in plan.styles.values())
-        self._messages += [f"  {count} layers are cut over each tensor group", *plan.notes]
+        self._messages += [f"  {count} layers are sharded over each tensor group", *plan.notes]
         if forward.tensor_plan() is not None:
-            self._messages.append("  note: nothing here checks Task.tensor_plan, and a wrong one trains another model")
-            self._messages.append("  lockstep verify --checks strategies shows, with a small model, whether it fits")
+            self._messages.append("  note: nothing here checks Task.tensor_plan; a wrong one trains a different model")
+            self._messages.append("  lockstep verify --checks strategies shows with a small model whether it fits")
 
     def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
         waits = super().backward(losses, factors, last)
@@ -108,10 +108,10 @@ class MeshFSDP(FSDP):
         return waits
 
     def _agree_on_uncut(self) -> None:
-        """Give the ranks of a tensor group the same gradients of the parameters that they hold alike.
+        """Give the ranks of a tensor group the same gradients for the parameters that they share.
 
-        These are equal, as samples and seeds are, where each kernel gives the same bits each time. Without this mean,
-        other kernels would let the ranks drift apart. The mean over 2, 4 or 8 equal numbers is the number, bit for bit.
+        These are equal, like samples and seeds, if each kernel is deterministic. Without this mean, other kernels would
+        let the ranks diverge. The mean over 2, 4 or 8 equal numbers is that number, bit for bit.
         """
         grads: dict[torch.dtype, list[tuple[torch.Tensor, bool]]] = {}
         for name in self._uncut:
@@ -127,25 +127,25 @@ class MeshFSDP(FSDP):
 
 
 def _check_words(name: str, module: nn.Embedding, inputs: tuple[Any, ...]) -> None:
-    """Refuse words that an embedding does not have: each rank would take them for another's, and give zeros.
+    """Refuse words that an embedding lacks: each rank would attribute them to another, and return zeros.
 
-    On a GPU the kernel fails later, as that of a whole embedding does, because a rank must not wait in each pass.
+    On a GPU the kernel fails later, like that of a whole embedding, because a rank must not wait in each pass.
     """
     words = local(inputs[0])
     is_known = ((words >= 0) & (words < module.num_embeddings)).all()
     if words.device.type == "cpu" and not is_known:
-        what = f"the embedding has {module.num_embeddings} rows, and was given {int(words.min())} to {int(words.max())}"
+        what = f"the embedding has {module.num_embeddings} rows, but was given {int(words.min())} to {int(words.max())}"
         raise TrainingError(what, where=name, remedy="give the embedding a row for each word of the tokenizer")
     torch._assert_async(is_known)
 
 
 def _copied(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """A copy of what a cut embedding gives: it may be a unit of FSDP, which must not give a view."""
+    """A copy of the output of a sharded embedding: it may be an FSDP unit, which must not return a view."""
     return output.clone()
 
 
 def _spread(module: nn.Module, mesh: Any, style: str) -> None:
-    """Cut the parameters of a layer, which works as before. `tokens.arrange` says how it works on parts of them."""
+    """Shard the parameters of a layer, which works as before. `tokens.arrange` makes it work on parts of the tokens."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for key, parameter in list(module.named_parameters(recurse=False)):
@@ -156,7 +156,7 @@ def _spread(module: nn.Module, mesh: Any, style: str) -> None:
 
 
 def _styles() -> dict[str, Callable[[], Any]]:
-    """What torch calls the styles. It is imported late: it takes a second."""
+    """torch's names of the styles. Imported late: it takes a second."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -170,7 +170,7 @@ def _styles() -> dict[str, Callable[[], Any]]:
 
 
 def table(shape: dict[str, int]) -> list[str]:
-    """Lines that say where each rank is in the mesh: a row for each tensor group."""
+    """Lines with the position of each rank in the mesh: a row for each tensor group."""
     replicas, shards, tensor = shape.values()
     lines = [f"mesh: {replicas * shards * tensor} ranks = {replicas} replicate x {shards} shard x {tensor} tensor"]
     for group in range(min(replicas * shards, _ROWS_SHOWN)):

@@ -1,9 +1,9 @@
-"""Blocks that hold the activations between their cut layers for a part of the tokens on each rank.
+"""Blocks that hold the activations between their sharded layers for a part of the tokens on each rank.
 
-This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). A block gets and gives all
-tokens. Inside, each rank has its part of them: norms, dropout and sums see this part. A `colwise` layer gathers the
-parts, and a `rowwise` layer gives each rank the sum of its part. What a `colwise` layer keeps for the backward pass is
-the part, which is gathered again then.
+This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). A block receives and returns all
+tokens. Inside, each rank has its part: norms, dropout and sums see this part. A `colwise` layer gathers the parts, and
+a `rowwise` layer gives each rank the sum of its part. For the backward pass, a `colwise` layer keeps only the part,
+which is then gathered again.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from lockstep.mesh.plans import SEES, SEQUENCE, Plan
 
 
 class _Known(NamedTuple):
-    """A part that was gathered last, and what was gathered."""
+    """The part that was gathered last, and the gathered result."""
 
     key: tuple[Any, ...]
-    part: Tensor  # its memory is not used again as long as it is here
+    part: Tensor  # its memory is not reused as long as it is here
     whole: Tensor
 
 
 class Last:
-    """The parts that were gathered last, of all blocks of a model: layers that get the same part gather it once."""
+    """The parts that were gathered last, of all blocks of a model: layers with the same part gather it once."""
 
     known: _Known | None = None
 
 
 class Tokens:
-    """The tokens of a block in a call. The dimension before the last stands for them.
+    """The tokens of a block in a call, in the second-to-last dimension.
 
-    Where the number of tokens does not divide, the last parts are filled up, and what is computed of that is left out.
+    If the number of tokens does not divide, the last parts are padded, and results for the padding are dropped.
     """
 
     def __init__(self, name: str, group: Group, last: Last) -> None:
         self.name, self.group, self.last = name, group, last
         self.count = 0
         self.entered = torch.Size()  # the shape of the part that the block gets, without its width
-        self.seen: tuple[Tensor, Tensor] | None = None  # all tokens that a module sees in the place of its part
+        self.seen: tuple[Tensor, Tensor] | None = None  # all tokens, which a module sees instead of its part
 
     @property
     def of_part(self) -> int:
@@ -53,7 +53,7 @@ class Tokens:
         return -(-self.count // self.group.ranks)
 
     def part(self, whole: Tensor, repeat: bool = False) -> Tensor:
-        """This rank's part. It is filled up with zeros, or with the last token: no norm of it is infinite."""
+        """This rank's part. It is padded with zeros, or with the last token: no norm of it is infinite."""
         size, count = self.of_part, whole.shape[-2]
         begin = min(self.group.rank * size, count)
         held = whole.narrow(-2, begin, min(size, count - begin))
@@ -69,7 +69,7 @@ class Tokens:
         return found if found.shape[-2] == self.count else found.narrow(-2, 0, self.count).clone()
 
     def whole_once(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """`whole`, which is gathered once for layers in a row that get the same part, in no wider format."""
+        """`whole`, gathered once for consecutive layers with the same part and no wider format."""
         version = 0 if part.is_inference() else part._version
         key = (part.untyped_storage()._cdata, part.storage_offset(), part.shape, version)
         known, self.last.known = self.last.known, None
@@ -86,7 +86,7 @@ class Tokens:
         return self.group.scatter(parts.movedim(-3, 0).contiguous())
 
 
-# ---- what is exchanged in the forward pass, and of the gradient in the backward pass
+# ---- exchanges in the forward pass, and of the gradient in the backward pass
 
 
 class _Exchange(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _Exchange(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tokens, way = ctx.tokens, ctx.way
-        tokens.count = ctx.count  # another call may have had others since
+        tokens.count = ctx.count  # another call may have changed it
         if way == "enter":
             tokens.last.known = None
         ways = {"enter": tokens.whole, "add": tokens.whole, "see": tokens.added, "leave": tokens.part}
@@ -111,7 +111,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Columns(torch.autograd.Function):
-    """A `colwise` layer that gets a part of the tokens and gives its outputs of all tokens."""
+    """A `colwise` layer that receives a part of the tokens and returns its outputs for all tokens."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens) -> Tensor:
@@ -152,10 +152,9 @@ def _colwise(layer: Any, name: str, tokens: Tokens, given: Tensor) -> Any:
         given = tokens.seen[1]
     if given.shape[-2] != tokens.of_part:
         raise TrainingError(
-            f"{name} gets {given.shape[-2]} tokens in a block of {tokens.count}, of which each rank has "
-            f"{tokens.of_part}",
+            f"{name} gets {given.shape[-2]} tokens in a block of {tokens.count}; each rank has {tokens.of_part}",
             where="Task.tensor_plan",
-            remedy=f"leave sequence_parallel out for {tokens.name}; see lockstep --explain mesh",
+            remedy=f"remove sequence_parallel for {tokens.name}; see lockstep --explain mesh",
         )
     return _columns(given, local(layer.weight), None if layer.bias is None else local(layer.bias), tokens)
 
@@ -167,7 +166,7 @@ def _rowwise(layer: Any, tokens: Tokens, given: Tensor) -> Any:
 
 
 def arrange(model: nn.Module, plan: Plan, group: Group) -> None:
-    """Let blocks with the style `sequence_parallel` work on parts. The weights of their layers are cut already."""
+    """Make blocks with the style `sequence_parallel` work on parts. The weights of their layers are already sharded."""
     last = Last()
     blocks = {name: Tokens(name, group, last) for name, style in plan.styles.items() if style == SEQUENCE}
     for name, block in plan.inside.items():
@@ -183,21 +182,21 @@ def arrange(model: nn.Module, plan: Plan, group: Group) -> None:
 
 
 def _cut_block(block: nn.Module, tokens: Tokens) -> None:
-    """Give a block its part of the tokens in the place of the first tensor that it gets, and give on all of them."""
+    """Replace the first tensor that a block receives by its part of the tokens, and return all of them."""
 
     def enter(_: Any, args: Any, options: Any) -> Any:
         others = (*args, *options.values())
 
         def part(whole: Tensor) -> Any:
-            remedy = "give sequence_parallel to blocks whose first argument is (samples, tokens, width)"
+            remedy = "use sequence_parallel for blocks whose first argument is (samples, tokens, width)"
             if whole.ndim < 3 or not whole.is_floating_point():
-                what = f"{tokens.name} gets first {whole.dtype} of shape {tuple(whole.shape)}, which has no tokens"
+                what = f"{tokens.name} first receives {whole.dtype} of shape {tuple(whole.shape)}, which has no tokens"
                 raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
             tokens.count = whole.shape[-2]
             held: Tensor = _exchanged(whole, tokens, "enter")
             tokens.entered = held.shape[:-1]
             if tokens.of_part > 1 and any(_is_alike(other, held) for other in others if other is not whole):
-                what = f"{tokens.name} gets first {tuple(whole.shape)}, and another tensor of the shape of its part"
+                what = f"{tokens.name} first receives {tuple(whole.shape)}, and a second tensor with its part's shape"
                 raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
             return held
 
@@ -211,11 +210,11 @@ def _cut_block(block: nn.Module, tokens: Tokens) -> None:
         if not is_part or any(_is_alike(other, first) for other in others):
             shown = listed([str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given], 3)
             raise TrainingError(
-                f"{tokens.name} gives {shown}, and not {tokens.of_part} of {tokens.count} tokens in one tensor, as the "
-                f"first that it gets: ({', '.join(map(str, tokens.entered))}, width)",
+                f"{tokens.name} returns {shown} instead of {tokens.of_part} of {tokens.count} tokens in a tensor, like "
+                f"its first input: ({', '.join(map(str, tokens.entered))}, width)",
                 where="Task.tensor_plan",
-                remedy="give sequence_parallel to blocks that give (samples, tokens, width), alone or before what has "
-                "no tokens in a tuple",
+                remedy="use sequence_parallel for blocks that return (samples, tokens, width), alone or before values "
+                "without tokens in a tuple",
             )
         whole = _exchanged(first, tokens, "leave")
         return (whole, *others) if isinstance(output, tuple) else whole
@@ -230,13 +229,13 @@ def _is_alike(other: Any, part: Tensor) -> bool:
 
 
 def _let_see(module: nn.Module, name: str, tokens: Tokens) -> None:
-    """Give a module in a block all tokens in the place of its part of them."""
+    """Give a module in a block all tokens instead of its part."""
 
     def enter(_: Any, args: Any, options: Any) -> Any:
         def see(part: Tensor) -> Tensor:
             if part.shape[-2:-1] != (tokens.of_part,):
-                what = f"{name} gets first {tuple(part.shape)}, and not {tokens.of_part} of {tokens.count} tokens"
-                remedy = "give sequence_gather to modules whose first argument is (samples, tokens, width)"
+                what = f"{name} first receives {tuple(part.shape)} instead of {tokens.of_part} of {tokens.count} tokens"
+                remedy = "use sequence_gather for modules whose first argument is (samples, tokens, width)"
                 raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
             whole: Tensor = _exchanged(part, tokens, "see")
             tokens.seen = (whole, part)
@@ -252,7 +251,7 @@ def _let_see(module: nn.Module, name: str, tokens: Tokens) -> None:
 
 
 def _with_first(args: tuple[Any, ...], options: dict[str, Any], change: Any) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a module, with another first tensor."""
+    """The arguments of a module, with a different first tensor."""
     for place, value in enumerate(args):
         if isinstance(value, Tensor):
             return (*args[:place], change(value), *args[place + 1 :]), options

@@ -1,1 +1,1 @@
-"""Guests of a training that do not change its result: logs, pictures, measurements."""
+"""Guests of a training that do not change its result: logs, images, measurements."""

@@ -1,4 +1,4 @@
-"""Lockstep's own Parts and viewers of a training, as the config asks for them."""
+"""Lockstep's own Parts and viewers of a training, as configured."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def parts(run: Run) -> list[BuiltInPart]:
 
 
 def viewers(run: Run) -> list[Viewer]:
-    """The viewers that show evaluations to people, besides the report of the task."""
+    """The viewers that show evaluations to people, in addition to the task's report."""
     arrays = WriteGuard(run_folder.METRIC_ARRAYS, partial(MetricArrays, run.folder, run.tell), run.tell)
     return [ArraysOfEvaluations(arrays), RunPictures(run)]
 
 
 def _epoch_header(task: Task, plan: StepPlan, epoch: int) -> str:
-    """The words of the order of the samples and of the task's presenter on an epoch, counted from 0."""
+    """What the order of the samples and the task's presenter say about an epoch, counted from 0."""
     try:
         words = getattr(plan.order, "words", None)
         texts = [words(plan.seed, epoch) if words else "", task_checks.presenter(task).epoch_header(epoch)]
         return ", ".join(filter(None, texts))
-    except Exception as error:  # what is only shown must not end a training
+    except Exception as error:  # a display must not end a training
         return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"

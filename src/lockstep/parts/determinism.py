@@ -1,4 +1,4 @@
-"""Kernels that give the same bits each time, as torch has them."""
+"""Deterministic kernels in torch: the same bits every time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import torch
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Environment variable: cuBLAS reads it when it starts. With a workspace of its own for each stream, it is exact."""
+"""Environment variable: cuBLAS reads it when it starts. With its own workspace for each stream, it is exact."""
 
 
 class NotDeterministic(Exception):
     """torch has no deterministic kernel for an operation.
 
     Args:
-        operation: as torch names it.
+        operation: torch's name for it.
     """
 
     def __init__(self, operation: str) -> None:
@@ -26,15 +26,15 @@ class NotDeterministic(Exception):
 
 
 def prepare() -> None:
-    """Set what cuBLAS reads when it starts."""
+    """Set the variable that cuBLAS reads when it starts."""
     os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 @contextlib.contextmanager
 def same_convolutions() -> Iterator[None]:
-    """Inside, cuDNN chooses its algorithms by rules and not by measurements, so equal GPUs choose alike.
+    """Inside, cuDNN chooses its algorithms by rules instead of measurements, so equal GPUs make equal choices.
 
-    Without `deterministic` it would go on with what it has measured before.
+    Without `deterministic` it would reuse its earlier measurements.
     """
     cudnn = torch.backends.cudnn
     flags = cudnn.deterministic, cudnn.benchmark
@@ -47,9 +47,9 @@ def same_convolutions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Inside, torch uses deterministic kernels only, where `enabled`. Afterwards its settings are as before.
+    """Inside, torch uses only deterministic kernels, if `enabled`. Afterwards its settings are restored.
 
-    Call `prepare` before CUDA starts, too.
+    Also call `prepare` before CUDA starts.
 
     Raises:
         NotDeterministic: an operation has no such kernel.
@@ -67,7 +67,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
         found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
         if found is not None:
             raise NotDeterministic(found[1]) from error
-        if WORKSPACE in str(error):  # CUDA was started before by somebody else, or the variable has another value
+        if WORKSPACE in str(error):  # something else started CUDA earlier, or the variable has a different value
             raise NotDeterministic(f"cuBLAS, with {WORKSPACE}={os.environ[WORKSPACE]},") from error
         raise
     finally:

@@ -1,6 +1,6 @@
-"""Digests of 128 bits, by which ranks compare tensors.
+"""128-bit digests with which ranks compare tensors.
 
-They go once over the numbers, in pieces that stay in a cache of the processor, and all sums stay on the device.
+They make one pass over the numbers, in pieces that stay in a cache of the processor. All sums stay on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Digest = tuple[int, int]
 SMALL = 1 << 16
 """Elements: smaller tensors are put together before they are digested."""
 _BLOCK = (64, 256)
-"""Rows and columns of words, which `quick_sums` adds up."""
+"""Rows and columns of words that `quick_sums` adds up."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,10 +39,11 @@ def _factors(device: torch.device) -> Tensor:
 def fold(tensors: Mapping[str, Tensor]) -> Tensor:
     """The digest of all tensors together: two int64 on the device of the first.
 
-    Both are sums modulo 2**64, over the words of 8 bytes, of products with a random odd factor that the place has: one
-    of the words, the other of their upper halves, because a change of high bits alone would vanish in products: two
-    flipped signs would add to 2**64. A change of one word is never missed, and others with at most about 2**-32: where
-    lower halves change, by the first sum, and else by the second. Names and numbers of elements count, too.
+    Both are sums modulo 2**64, over the words of 8 bytes, of products with a random odd factor for each position: one
+    sum is over the words, the other over their upper halves, because a change of high bits only would vanish in
+    products: two flipped signs would add up to 2**64. A change of one word is never missed, and other changes with at
+    most about 2**-32: the first sum detects changes of lower halves, the second all others. Names and numbers of
+    elements count, too.
     """
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     total = torch.zeros(2, dtype=torch.int64, device=device)
@@ -52,12 +53,12 @@ def fold(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def quick_sums(tensor: Tensor) -> Tensor:
-    """Sums that change with a tensor, for what a rank compares with itself: their `fold` takes less than half the time.
+    """Sums that change with a tensor, for comparing a rank with itself: their `fold` takes less than half the time.
 
-    The words of 8 bytes are laid out as matrices, and the sums modulo 2**64 of all rows and columns are given, then the
-    words that are left. Changes of up to three words change a sum. What changes none is missed: the least are four
-    words at the corners of a rectangle in a matrix, all by the same number, and with signs in turn. Of pieces of
-    `piece_length` elements, the sums are those of the whole.
+    The words of 8 bytes form matrices. The result is the sums modulo 2**64 of all rows and columns, then the words that
+    are left. Changes of up to three words always change a sum. The smallest change that is missed affects four words at
+    the corners of a rectangle in a matrix, by the same number with alternating signs. For pieces of `piece_length`
+    elements, the sums equal those of the whole.
     """
     words, block = _words([_flat(tensor)]), _BLOCK[0] * _BLOCK[1]
     matrices = words[: len(words) // block * block].view(-1, *_BLOCK)
@@ -65,7 +66,7 @@ def quick_sums(tensor: Tensor) -> Tensor:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """The digest of each tensor by itself. The host waits once for each device, and not once for each tensor."""
+    """The digest of each tensor. The host waits once for each device, and not once for each tensor."""
     folded = {name: fold({"": tensor}) for name, tensor in tensors.items()}
     found: dict[str, Digest] = {}
     for device in {one.device for one in folded.values()}:
@@ -89,7 +90,7 @@ def _sums(words: Tensor, key: int) -> Tensor:
         part = words[start : start + piece]
         high = room[: len(part)]  # new memory for each piece would take twice as long
         _dot(part, factors[0, : len(part)], high, found[0, number])
-        torch.bitwise_right_shift(part, 32, out=high)  # torch copies the sign; halves that differ still do
+        torch.bitwise_right_shift(part, 32, out=high)  # torch copies the sign; different halves stay different
         _dot(high, factors[1, : len(part)], high, found[1, number])
     odd = [[_odd(key, number, row) for number in (*range(len(starts)), -1)] for row in range(2)]
     last = torch.tensor(odd).to(words.device)
@@ -97,7 +98,7 @@ def _sums(words: Tensor, key: int) -> Tensor:
 
 
 def _dot(one: Tensor, other: Tensor, room: Tensor, result: Tensor) -> None:
-    if one.device.type == "cpu":  # GPUs have no such product of integers
+    if one.device.type == "cpu":  # GPUs lack this product of integers
         torch.dot(one, other, out=result)
     else:
         torch.sum(torch.mul(one, other, out=room), 0, out=result)
@@ -110,7 +111,7 @@ def _odd(*words: int) -> int:
 
 
 def _groups(tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """A key and the words of each large tensor, and of all small tensors of a size of elements together."""
+    """A key and the words of each large tensor, and of all small tensors of one element size together."""
     small: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         flat = _flat(tensor)
@@ -139,7 +140,7 @@ def _words(parts: list[Tensor]) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers of its element's size; of complex numbers those of both parts."""
+    """The bits of a tensor as integers of its element size; for complex numbers, those of both parts."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -1,4 +1,4 @@
-"""The lines at the end of a training: results, time, where everything lies, and what to do next."""
+"""The lines at the end of a training: results, time, where everything is, and what to do next."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
 
 
 def _next(run_dir: Path, config: RunConfig, *, by_loop: bool) -> list[str]:
-    """What to do with a trained model. Commands know only a task that the config names; a script gave its own."""
+    """What to do with a trained model. Commands only find a task that the config names; a script passed its own."""
     place = shlex.quote(str(run_dir))
     lines = [f"next: lockstep report {place}        # a page with curves and results"]
     if by_loop:
@@ -65,7 +65,7 @@ def _next(run_dir: Path, config: RunConfig, *, by_loop: bool) -> list[str]:
     if "kind" in config.task:
         return [
             *lines,
-            f"      lockstep predict {place} INPUT  # of your files, where the task reads some; or --samples 5",
+            f"      lockstep predict {place} INPUT  # your files, if the task can read them; or --samples 5",
             f"      lockstep export {place} OUT    # the model, for use without Lockstep",
         ]
     return [
@@ -77,7 +77,7 @@ def _next(run_dir: Path, config: RunConfig, *, by_loop: bool) -> list[str]:
 
 
 def _compared(config: RunConfig) -> tuple[str, str]:
-    """`min` or `max`, and the name of the result by which the best evaluation is found."""
+    """`min` or `max`, and the name of the result that defines the best evaluation."""
     if config.checkpoint.keep_best:
         mode, metric = config.checkpoint.keep_best.split()
         return mode, metric
@@ -92,10 +92,10 @@ def _best(
     *,
     takes_first: bool,
 ) -> list[str]:
-    """A line on the best evaluation. None, where no evaluation has the result.
+    """A line on the best evaluation. None if no evaluation has the result.
 
     Args:
-        takes_first: of equal ones, take the first, as `train.stop_when` does, and not the latest, as `keep_best` does.
+        takes_first: of equal ones, take the first, like `train.stop_when`, and not the latest, like `keep_best`.
     """
     mode, metric = compared
     sign = -1.0 if mode == "min" else 1.0
@@ -119,7 +119,7 @@ def duration(seconds: float) -> str:
 
 
 def _evaluations(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Step and results of each evaluation in a metrics.jsonl, by step. Empty: there is no such file."""
+    """Step and results of each evaluation in a metrics.jsonl, by step. Empty: the file does not exist."""
     found: dict[int, dict[str, float]] = {}
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -128,7 +128,7 @@ def _evaluations(path: Path) -> list[tuple[int, dict[str, float]]]:
                     continue
                 try:
                     entry = json.loads(line)
-                except ValueError:  # a kill has cut the line
+                except ValueError:  # a kill has truncated the line
                     continue
                 found[int(entry["step"])] = {
                     name: value

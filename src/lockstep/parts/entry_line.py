@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm"]
 _FIRST += ["train/samples_per_s", "train/wait_share", "train/tflops_per_s"]
 _SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
-_MANY = 6  # results by class or question, up to which the line has them
-_HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are shown all the same
+_MANY = 6  # the most results by class or question in the line
+_HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are still shown
 
 
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     """`step 100/690  epoch 4.35  loss 0.1234 ...`.
 
-    Counters that are zero are left out. So are memory (except its peak), the times of each rank, learning rates by
-    depth, and results such as `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
+    Zero counters are left out. So are memory (except its peak), the times of each rank, learning rates by depth, and
+    results such as `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
     all_names = list(entry)
@@ -53,7 +53,7 @@ def results_text(results: Mapping[str, float]) -> str:
 
 
 def _shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
-    """The names without members of large families, and without counters that are zero."""
+    """The names without members of large families, and without zero counters."""
     families = Counter(_family(name) for name in entry)
     for name in names:
         is_zero = name.endswith(("/skipped", "/bad")) and not entry[name]

@@ -1,4 +1,4 @@
-"""The lines at the beginning and at the end of each epoch, for people who follow a training."""
+"""The lines at the start and end of each epoch, for people who follow a training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _COUNTS = ("/samples", "/bad", "/of_samples")  # of each set of evaluation data
 
 
 class EpochLines(BuiltInPart):
-    """A line where an epoch begins, where it ends, and where more parameters begin to train.
+    """A line where an epoch starts, where it ends, and where more parameters start to train.
 
     Args:
-        plan: which samples the steps take.
+        plan: the samples of each step.
         intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
-        header: what the task says about an epoch, counted from 0.
-        has_lines: whether epochs have lines. More parameters always have.
+        header: the task's text on an epoch, counted from 0.
+        has_lines: whether epochs have lines. Additional parameters always have.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EpochLines(BuiltInPart):
             self._end_unevaluated(training)
 
     def log_entry(self, training: Training) -> None:
-        if self._is_due(training, self.intervals.log):  # else `after_step` has told the end
+        if self._is_due(training, self.intervals.log):  # else `after_step` has reported the end
             self._end_unevaluated(training)
 
     def after_evaluation(self, training: Training) -> None:
@@ -61,19 +61,19 @@ class EpochLines(BuiltInPart):
         return self.intervals.due(every, training.step, training.last_step)
 
     def _end_unevaluated(self, training: Training) -> None:
-        """End the epoch, if this step is its last and no evaluation follows. The line stands after the step's entry."""
+        """End the epoch, if this step is its last and no evaluation follows. The line comes after the step's entry."""
         if training.step == self.ends_at and not self._is_due(training, self.intervals.evaluate):
             self._end(training, {})
 
     def _begin(self, training: Inside, done: int) -> None:
-        """An epoch begins with the next step, or goes on there in a resumed run."""
+        """An epoch starts with the next step, or resumes there in a resumed run."""
         per_epoch = self.plan.steps_per_epoch
         epoch = done // per_epoch
         self.ends_at = min((epoch + 1) * per_epoch, training.last_step)
         self.begun_at, self.begun = done, time.perf_counter()
         if self.has_lines and training.rank == 0:
             first = epoch * per_epoch
-            verb = "begins" if done == first else f"goes on after step {done}"
+            verb = "starts" if done == first else f"resumes after step {done}"
             parts = [
                 f"steps {first + 1} to {self.ends_at}",
                 f"learning rate {_rate(training.state, done):.4g}",
@@ -82,10 +82,10 @@ class EpochLines(BuiltInPart):
             training.tell(f"{self._name(training, epoch)} {verb}: {', '.join(part for part in parts if part)}")
 
     def _end(self, training: Training, results: Mapping[str, float]) -> None:
-        """An epoch has ended after the last step. Where lines are wanted, this is a collective.
+        """An epoch has ended after the last step. If lines are wanted, this is a collective.
 
         Args:
-            results: of the evaluation after this step, by their names in the log. Empty: there was none.
+            results: of the evaluation after this step, by name in the log. Empty: there was none.
         """
         assert isinstance(training, Inside)
         if not self.has_lines:
@@ -111,7 +111,7 @@ class EpochLines(BuiltInPart):
 
 
 def _new_parameters(state: TrainState, done: int) -> str:
-    """A line on the parameters that begin to train after `done` steps: which, how many, and how quickly they learn."""
+    """A line on the parameters that start to train after `done` steps: which, how many, and their learning rate."""
     assert state.unfreezing is not None
     patterns, parameters = state.unfreezing.begin(done)
     new = {id(parameter) for parameter in parameters}

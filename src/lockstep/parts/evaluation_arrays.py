@@ -1,4 +1,4 @@
-"""Metrics of two and more dimensions, of all sets of evaluation data together."""
+"""Metrics of two or more dimensions, of all sets of evaluation data together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.core.writer import Writer
 
 
 class ArraysOfEvaluations(Viewer):
-    """Gives the metrics of each evaluation, of all sets of data together, to a writer.
+    """Passes the metrics of each evaluation, of all data sets together, to a writer.
 
     Args:
         writer: such as `MetricArrays`, with a guard.

@@ -1,7 +1,7 @@
-"""evaluations.jsonl: what `lockstep evaluate` has found, with the checkpoints that were evaluated.
+"""evaluations.jsonl: the results of `lockstep evaluate`, with the evaluated checkpoints.
 
-These results are not in metrics.jsonl. Its entries follow the training step by step, and a run that goes on drops those
-of later steps.
+These results are not in metrics.jsonl. Its entries follow the training step by step, and a resumed run drops those of
+later steps.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def append(folder: Path, *, step: int, changes: Sequence[str], results: Mapping[
     with (folder / FILE).open("a+b") as file:
         if file.tell():
             file.seek(-1, 2)
-            line = line if file.read(1) == b"\n" else b"\n" + line  # the end of a line that a full disk cut off
+            line = line if file.read(1) == b"\n" else b"\n" + line  # ends a line that a full disk truncated
         file.write(line)
 
 
 def note(folder: Path, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
-    """Keep the results of an evaluation with the run, as `append` does. Where this fails, a warning says so."""
+    """Store the results of an evaluation with the run, as `append` does. If this fails, a warning reports it."""
     try:
         append(folder, step=step, changes=changes, results=results)
-    except OSError as error:  # such as a run that may only be read
+    except OSError as error:  # such as a read-only run
         print(f"warning: {FILE} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run, in their order. Damaged lines are left out."""
+    """The evaluations of a run, in order. Damaged lines are left out."""
     try:
         lines = (folder / FILE).read_bytes().splitlines()
     except OSError:

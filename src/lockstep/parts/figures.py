@@ -20,7 +20,7 @@ class Memory(BuiltInPart):
 
     Args:
         evaluates: whether an evaluation follows the last step.
-        shows_tables: whether people see tables of the memory by rank and purpose, besides a line at the end.
+        shows_tables: whether to show tables of the memory by rank and purpose, in addition to a line at the end.
     """
 
     def __init__(self, *, evaluates: bool, shows_tables: bool) -> None:
@@ -62,7 +62,7 @@ class Memory(BuiltInPart):
         _log(training, figures)
         for line in lines if self.shows_tables else ():
             training.tell(line)
-        self.monitor.count_in_next_step()  # where no step so far had an update, or the next step is the last
+        self.monitor.count_in_next_step()  # if no step so far had an update, or the next step is the last
 
     def apart(self, what: str) -> AbstractContextManager[None]:
         return self.monitor.apart(what)
@@ -72,7 +72,7 @@ class Memory(BuiltInPart):
 
 
 class RankTimes(BuiltInPart):
-    """The time of each rank before gradients are exchanged, and the rank that makes the others wait."""
+    """The time of each rank before gradients are exchanged, and the rank that the others wait for."""
 
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -88,12 +88,12 @@ class RankTimes(BuiltInPart):
 
 
 class Operations(BuiltInPart):
-    """The floating-point operations that the training computes in a second; see `FlopCount`.
+    """The floating-point operations per second of the training; see `FlopCount`.
 
     Args:
         compiled: whether `torch.compile` was applied to the model.
-        loader: reads a few samples again, where the model is compiled or sharded: a counted pass runs the code as it is
-            written, and could need more memory than a step.
+        loader: reads a few samples again if the model is compiled or sharded: a counted pass runs the code as written,
+        and could need more memory than a step.
     """
 
     def __init__(self, *, compiled: bool, loader: Loader) -> None:
@@ -109,7 +109,7 @@ class Operations(BuiltInPart):
         assert isinstance(training, Inside)
         if training.window.results[-1].losses:
             self.count.add(training.micro_batches)
-            self.has_batch = True  # on all ranks alike, also where this rank has only fillers
+            self.has_batch = True  # the same on all ranks, even if this rank has only fillers
 
     def log_entry(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -129,7 +129,7 @@ class Operations(BuiltInPart):
             training.log("train/mfu", float(f"{rate / peak:.4g}"))
 
     def _few(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The first samples of a micro-batch: two, because BatchNorm cannot take one."""
+        """The first two samples of a micro-batch, because BatchNorm cannot take one."""
         plan = MicroBatchPlan(micro_batch.indices[:2], micro_batch.epoch, micro_batch.filler)
         few = self.loader.micro_batches[plan]
         few.copy = self.loader.copies.begin

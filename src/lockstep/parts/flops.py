@@ -1,7 +1,7 @@
-"""The floating-point operations that a training computes in a second, and their share of what its GPU could compute.
+"""The floating-point operations per second of a training, as a number and as a fraction of the GPU's peak.
 
 The operations of the forward and backward pass of one micro-batch are counted once. They are then scaled by the number
-of elements (pixels, tokens) of each batch. So a step costs nothing but a look at the sizes of its tensors.
+of elements (pixels, tokens) of each batch. So a step only has to read the sizes of its tensors.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lockstep.parts import peaks
 class FlopCount:
     """Counts the floating-point operations of this rank's training.
 
-    The count comes from a forward and a backward pass of zeros that leaves no trace: gradients, model and random
-    states stay as they were. So the training is the same bits with and without a count. A real pass could not be
-    counted, because torch computes some operations in another way while an operation counter is on.
+    The count comes from a forward and a backward pass of zeros that leaves no trace: gradients, model and random states
+    stay as they were. So the training is bitwise the same with and without a count. A real pass cannot be counted,
+    because torch computes some operations differently while an operation counter is on.
 
     Matrix products, convolutions and attention count, a multiplication and an addition as two, as in
-    `torch.utils.flop_counter`. Activations that are computed again in the backward pass do not count: this is what
-    model FLOPs utilisation means (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Recurrent layers and kernels
+    `torch.utils.flop_counter`. Activations that the backward pass computes again do not count: this is the definition
+    of model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Recurrent layers and kernels
     outside torch have no formula, and do not count.
 
     Args:
-        compiled: whether `torch.compile` was applied to the model. The counted pass runs the code as it is written.
+        compiled: whether `torch.compile` was applied to the model. The counted pass runs the code as written.
     """
 
     def __init__(self, strategy: Strategy, precision: Precision, world: World, *, compiled: bool = False) -> None:
@@ -46,7 +46,7 @@ class FlopCount:
         self.elements = 0
         """Elements of this rank's batches since `take`."""
         self.per_element: float | None = None
-        """Floating-point operations for each element of a batch. None: not counted, or it was not possible."""
+        """Floating-point operations per element of a batch. None: not counted, or it was not possible."""
         self.counted_for: int | None = None  # trainable parameters at the time of the last count
 
     def add(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -56,13 +56,13 @@ class FlopCount:
                 self.elements += _elements(micro_batch)
 
     def count(self, micro_batch: MicroBatch, few: Callable[[MicroBatch], MicroBatch] | None = None) -> None:
-        """Count the operations of a micro-batch, if this was not done for the parameters that are trainable now.
+        """Count the operations of a micro-batch, unless that was done for the parameters that are trainable now.
 
-        All ranks call it after the same step. Where the pass fails, such as for lack of memory on a single rank, there
-        is no count. A rank of several that lacks memory fails, because the others may wait for it in the pass.
+        All ranks call it after the same step. If the pass fails, for example for lack of memory on a single rank,
+        nothing is counted. With several ranks, a rank without memory fails, because others may wait for it.
 
         Args:
-            few: gives a part of the micro-batch, which is counted instead.
+            few: returns a part of the micro-batch, which is counted instead.
         """
         trainable = sum(parameter.requires_grad for parameter in self.strategy.forward.parameters())
         if trainable == self.counted_for:
@@ -78,14 +78,14 @@ class FlopCount:
                 if self.compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(operations)
-                alone = Single(self.world)  # gradients of DDP do not travel
+                alone = Single(self.world)  # without DDP, gradients are not exchanged
                 alone.wrap(strategy.unwrapped)
                 alone.pass_of_zeros(micro_batch.batch, self.precision)
         except Exception as error:
             # The other ranks may wait for this rank: for its shards, or within SyncBatchNorm.
             if strategy.is_sharded or (self.world.size > 1 and devices.of(self.world.device).is_shortage(error)):
                 raise
-            # A figure of the log ends no training. If the task is at fault, its next step says so.
+            # A log figure must not end a training. If the task is at fault, its next step reports it.
             traceback.clear_frames(error.__traceback__)  # they hold activations
             strategy.forward.zero_grad(set_to_none=True)
             return
@@ -94,12 +94,12 @@ class FlopCount:
         self.per_element = operations.total / _elements(micro_batch)
 
     def take(self) -> float | None:
-        """Floating-point operations of this rank since the last call. None: they are not known."""
+        """Floating-point operations of this rank since the last call. None: unknown."""
         elements, self.elements = self.elements, 0
         return None if self.per_element is None else self.per_element * elements
 
     def peak(self, device_name: str) -> float | None:
-        """Most operations that a GPU can compute in a second in this precision. None: the GPU is not known.
+        """Peak operations per second of a GPU in this precision. None: the GPU is unknown.
 
         For fp32, this is the peak of TF32, if products or convolutions may use TF32.
         """
@@ -130,7 +130,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         formula = self.formulas.get(func._overloadpacket)
         if formula is not None:
-            # An operation of a layer that is cut over ranks is seen as that of the whole layer; others as they are.
+            # An operation of a layer that is sharded over ranks is seen as that of the whole layer; others as they are.
             ranks = next((each.device_mesh.size() for each in args if hasattr(each, "device_mesh")), 1)
             counted = formula(*args, **(kwargs or {}), out_val=result) // ranks
             again = counted if _is_recomputation() else 0
@@ -140,7 +140,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_recomputation() -> bool:
     """True if an operation belongs to a forward pass that the backward pass runs again."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1  # private; a test says if it changes
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1  # private; a test detects changes
 
 
 def _allows_tf32() -> bool:
@@ -153,7 +153,7 @@ def _allows_tf32() -> bool:
 
 
 def _elements(micro_batch: MicroBatch) -> int:
-    """Elements of the tensors of a batch; its samples, where tensors cannot be seen. At least 1."""
+    """Elements of the tensors of a batch; its number of samples, if it contains no tensors. At least 1."""
     return _numel(micro_batch.collated) or len(micro_batch.indices) or 1
 
 

@@ -44,7 +44,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def write(folder: Path, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Write the graph of `model` as an event file of its own into `folder`.
+    """Write the graph of `model` into `folder`, as a separate event file.
 
     Args:
         args, kwargs: of a call of the model.
@@ -55,11 +55,11 @@ def write(folder: Path, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
     from torch.utils.tensorboard import SummaryWriter
 
     traceable = _Traceable(model, args, kwargs)
-    printed = io.StringIO()  # torch prints why a trace failed, and raises it too
+    printed = io.StringIO()  # torch prints why a trace failed, and also raises it
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of branches that a trace does not follow
+        warnings.simplefilter("ignore")  # about branches that a trace does not follow
         writer = SummaryWriter(str(folder))
         stack.callback(writer.close)
         try:

@@ -1,4 +1,4 @@
-"""The rank that makes the others wait: judged from the times that each rank needs before gradients are exchanged."""
+"""The rank that the others wait for: from the times that each rank needs before gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from lockstep.core.parallel.nodes import Nodes
 
-_SLOW = 1.3  # a rank is late where it needs more than 1.3 times as long as a typical rank
-_SHARE = 0.1  # and where this is more than a tenth of a step,
+_SLOW = 1.3  # a rank is late if it takes more than 1.3 times as long as a typical rank,
+_SHARE = 0.1  # and if this is more than a tenth of a step,
 _LEAST_S = 0.005  # and more than the noise of short steps
-_LEAST_STEPS = 5  # a judgement needs so many steps
+_LEAST_STEPS = 5  # a judgement needs this many steps
 _MOST = 6  # messages about the same rank
 
 COMPUTES, WAITS = "computes", "waits for data"
 
 
 class Health:
-    """Names the ranks for which all other ranks wait: once, and again when this changes.
+    """Names the ranks that all other ranks wait for: once, and again when this changes.
 
-    Gradients are exchanged when the last rank has its own. After that, all ranks have needed equally long. So the times
-    before the exchange are compared: the wait for the data of a step, and the forward passes (with the backward passes,
-    but for the last). A rank is named after it was late twice in a row, in parts of the training of 5 steps or more.
+    Gradients are exchanged when the last rank has its own. After that, all ranks have taken equally long. So the times
+    before the exchange are compared: the wait for a step's data, and the forward passes (with all but the last backward
+    pass). A rank is named after it was late twice in a row, in intervals of 5 steps or more.
 
     Args:
         nodes: the nodes of the ranks, for messages.
@@ -30,7 +30,7 @@ class Health:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
         self.named: dict[int, str] = {}
-        """The ranks that are late, as people were told, and what they do in this time."""
+        """The ranks that are late, as reported, and what they do in this time."""
         self._late: dict[int, str] = {}
         self._told = [0] * len(nodes.keys)
         self._begin()
@@ -45,7 +45,7 @@ class Health:
 
         Args:
             compute_s: by rank, seconds of computing before gradients were exchanged, in all these steps.
-            wait_s: by rank, seconds for which the device had nothing to do because its data were not there.
+            wait_s: by rank, seconds in which the device was idle because its data had not arrived.
             steps: number of these steps.
             total_s: seconds that they took.
 
@@ -62,9 +62,9 @@ class Health:
         changed = {rank: cause for rank, cause in confirmed.items() if self.named.get(rank) != cause}
         recovered = [rank for rank in self.named if rank not in late and rank not in before]
         messages = [self._warning(cause, changed) for cause in (COMPUTES, WAITS) if cause in changed.values()]
-        messages += [f"{self.nodes.describe(recovered)}: not late any more"] if recovered else []
+        messages += [f"{self.nodes.describe(recovered)}: no longer late"] if recovered else []
         if not any(self._told[rank] < _MOST for rank in (*changed, *recovered)):
-            messages = []  # a rank that is late now and then
+            messages = []  # a rank that is occasionally late
         for rank in (*changed, *recovered):
             self._told[rank] += 1
         self.named |= changed
@@ -75,7 +75,7 @@ class Health:
         return messages
 
     def _late_ranks(self) -> dict[int, str]:
-        """The work of the ranks that are late, while the others wait for them."""
+        """What the late ranks do while the others wait for them."""
         times = [compute + wait for compute, wait in zip(self.compute_s, self.wait_s, strict=True)]
         typical = statistics.median_low(times)
         least = max(_SHARE * self.step_s, _LEAST_S * self.steps)
@@ -94,12 +94,10 @@ class Health:
         )
         who, verb = self.nodes.describe(ranks), "s" if len(ranks) == 1 else ""
         if cause == COMPUTES:
-            what = f"compute{verb} for {times}, before gradients are exchanged: all ranks wait for it. Look at the "
-            what += (
-                "clock and the temperature of the device and at other processes there, or cut the samples more evenly"
-            )
+            what = f"compute{verb} for {times}, before gradients are exchanged: all ranks wait for it. Check the "
+            what += "clock and temperature of the device and other processes there, or split the samples more evenly"
         else:
-            what = f"wait{verb} for data for {times}: all ranks wait for it. Look at the storage and at the CPU load "
+            what = f"wait{verb} for data for {times}: all ranks wait for it. Check the storage and the CPU load "
             what += "there, or raise data.workers"
         return f"warning: {who} {what}"
 

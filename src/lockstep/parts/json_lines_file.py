@@ -1,4 +1,4 @@
-"""A file of JSON objects, one per line, each with its step; it is repaired when it is opened."""
+"""A file of JSON objects, one per line, each with its step; it is repaired when opened."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lockstep.parts.plain import dumps
 
 
 class JsonLinesFile:
-    """Opens `path` for appending. The first object that is appended takes the place of lines that do not belong there.
+    """Opens `path` for appending. The first appended object replaces lines that do not belong there.
 
-    Dropped are objects of steps after `last_step`, which a process wrote that was killed before it saved them, and
-    damaged lines, such as a power cut or a full disk leaves. A start that ends before it appends leaves them.
+    It drops objects of steps after `last_step`, from a process that was killed before it saved them, and damaged
+    lines, for example from a power cut or a full disk. A start that ends before it appends leaves them.
 
     Args:
-        path: made if it is not there.
-        last_step: the last step whose objects stay.
+        path: created if it does not exist.
+        last_step: the last step whose objects are kept.
     """
 
     note: str
-    """Says how many damaged lines are dropped; empty if none."""
+    """Reports how many damaged lines are dropped; empty if none."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
         self.path, self.note, self.is_torn = path, "", False
@@ -34,7 +34,7 @@ class JsonLinesFile:
         steps = [_step_of(line) for line in lines]
         kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
         self.kept = kept if len(kept) < len(lines) else None
-        """The lines that stay, until the others are dropped. None: all stay."""
+        """The lines to keep, until the others are dropped. None: all."""
         if damaged := steps.count(None):
             self.note = (
                 f"{path.name}: {damaged} of {len(lines)} lines are damaged (by a power cut or a full disk?) "
@@ -56,7 +56,7 @@ class JsonLinesFile:
         """
         self._drop()
         line = dumps(values).encode() + b"\n"
-        if self.is_torn:  # close the half of a line that is there, so that it spoils no other line
+        if self.is_torn:  # end the partial line, so that it damages no other line
             line = b"\n" + line
         self.is_torn = True
         if self.file.write(line) < len(line):
@@ -69,7 +69,7 @@ class JsonLinesFile:
 
 
 def _step_of(line: bytes) -> float | None:
-    """The step of a line; None if the line is damaged, incomplete, or no object with a step."""
+    """The step of a line; None if the line is damaged, incomplete, or not an object with a step."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""A line that is written again and again in its place, for outputs that are no terminals: the cell of a notebook."""
+"""A line that is rewritten in place, for outputs that are not terminals: the cell of a notebook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import TextIO
 
 VARIABLE = "LOCKSTEP_LIVE_LINE"
-"""Environment variable: set if stdout is shown by a notebook, which begins a line anew after a carriage return."""
+"""Environment variable: set if a notebook shows stdout; it restarts a line after a carriage return."""
 
 
 class LiveLine:
@@ -37,7 +37,7 @@ class LiveLine:
             self.show(line)
 
     def close(self) -> None:
-        """End the line. What is printed later stands below."""
+        """End the line. Later output follows below it."""
         if self.text:
             self.file.write("\n")
             self.file.flush()

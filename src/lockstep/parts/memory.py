@@ -23,8 +23,8 @@ Row = dict[str, float]
 MB = 2**20
 RANKS_SHOWN = 16
 """With more ranks, the log has only the largest figure of all ranks, and not a figure for each rank."""
-_IMBALANCE = 1.2  # the table names an imbalance where the largest peak is more than 1.2 times the smallest
-_CHANGE = 0.1  # a second table is shown where a figure changed by more than a tenth of itself
+_IMBALANCE = 1.2  # the table reports an imbalance if the largest peak exceeds 1.2 times the smallest
+_CHANGE = 0.1  # a second table is shown if a figure changed by more than a tenth
 
 _highest: dict[str, int] = {}  # by device and kind of peak, because resetting the system's peaks loses their values
 
@@ -33,15 +33,15 @@ class MemoryGauge:
     """The memory that this process holds, in bytes: allocated on a device with its own memory, or else resident (RSS).
 
     Reading does not wait for the device. The peaks are those of the allocator and of the kernel. `reset_peak` resets
-    them, so that a part of the run has a peak of its own. Where the system cannot reset the peak, a part of the run
-    shows only by how much it raised the peak.
+    them, so that a part of the run has its own peak. If the system cannot reset the peak, only an increase of the peak
+    by a part of the run is visible.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = devices.of(device)
 
     def current(self) -> int:
-        """Bytes held now. Where the system does not tell, the most bytes held so far."""
+        """Bytes held now. If the system does not report it, the most bytes held so far."""
         return self.device.allocated()
 
     def peak(self) -> int:
@@ -106,18 +106,18 @@ class MemoryMonitor:
         self.peaks: dict[str, int] = {"training": before}
         """Peak of each part of the run, in bytes. Those of `evaluation` and `saving` are above what was held before."""
         self.held: dict[str, tuple[int, int]] = {}
-        """Bytes that were held before and after the last time of each part of the run that is no training."""
+        """Bytes that were held before and after the last time of each part of the run that is not training."""
         self.counted: dict[str, int] = {}
-        """The first three columns, when they were last counted. Empty before the first count."""
+        """The first three columns when last counted. Empty before the first count."""
         self.reported: list[Row] = []
         """The rows of all ranks in the last report."""
         self.hook: RemovableHandle | None = None
         self.has_counted = False
-        """True if a count was made since `count_in_next_step`. Then `stop_counting` is to be called after the step."""
+        """True if a count was made since `count_in_next_step`. Then call `stop_counting` after the step."""
 
     @contextlib.contextmanager
     def apart(self, part: str) -> Generator[None, None, None]:
-        """Inside, memory is measured as that of `part`, and not as that of training."""
+        """Inside, memory counts for `part` instead of training."""
         self._update_training_peak()
         begin, before = self.gauge.reset_peak(), self.gauge.current()
         try:
@@ -144,7 +144,7 @@ class MemoryMonitor:
             self.peaks["training"] = max(self.peaks["training"], peak)
 
     def count_in_next_step(self) -> None:
-        """Count the first three columns in the next step, if they were not counted yet or the step is the last."""
+        """Count the first three columns in the next step, if they have not been counted or the step is the last."""
         if self.hook is None and (not self.counted or self.state.step + 1 == self.stop):
             self.has_counted = False
             self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._count_after_update())
@@ -156,7 +156,7 @@ class MemoryMonitor:
             self.other = max(0, self.gauge.current() - sum(self.counted.values()))
 
     def stop_counting(self) -> None:
-        """Count in no later step."""
+        """Stop counting in later steps."""
         self.has_counted = False
         if self.hook is not None:
             self.hook.remove()
@@ -175,14 +175,14 @@ class MemoryMonitor:
     def report(self, evaluated: bool = False) -> tuple[dict[str, float], list[str]]:
         """The figures for the log, and a table for people. All ranks call it at the same time.
 
-        It is called after each log entry, and with `evaluated` after each evaluation. It reports after the first count.
-        It reports again at the end of the run where a figure has changed much. Otherwise it returns nothing.
+        Call it after each log entry, and with `evaluated` after each evaluation. It reports after the first count. It
+        reports again at the end of the run if a figure has changed much. Otherwise it returns nothing.
 
         Returns:
             figures in MiB by name: the largest of all ranks, and with few ranks also those of each rank; and the lines
             of the table.
         """
-        self.stop_counting()  # where no update was applied, the hook has not run
+        self.stop_counting()  # if no update was applied, the hook has not run
         is_last = self.state.step == self.stop
         if (self.reported and not is_last) or (is_last and self.evaluates and not evaluated):
             return {}, []
@@ -207,7 +207,7 @@ class MemoryMonitor:
         return f"memory: at most {peaks[highest] / MB:,.0f} MiB {what}{others}"
 
     def _gather(self) -> list[Row]:
-        """The rows of all ranks, on every rank. Empty where some rank has not counted yet."""
+        """The rows of all ranks, on every rank. Empty if some rank has not counted yet."""
         self._update_training_peak()
         world = self.state.world
         counted = self.counted or self._count()
@@ -247,7 +247,7 @@ def _bytes_of(values: list[Any], device: str, seen: set[int]) -> int:
             continue
         address = storage.data_ptr()
         total += 0 if address in seen else storage.nbytes()
-        if address:  # 0 where the storage has no memory yet, or is on meta: many storages share that address
+        if address:  # 0 if the storage has no memory yet, or is on meta: many storages share that address
             seen.add(address)
     return total
 
@@ -278,8 +278,8 @@ def _differ(old: Sequence[Row], new: Sequence[Row]) -> bool:
 def table(rows: Sequence[Row], step: int, has_own_memory: bool) -> list[str]:
     """The memory of all ranks as lines for people, in MiB, and a line that names an imbalance between ranks.
 
-    The table has a line for each rank. With many ranks it has lines for the two ranks with the smallest and the largest
-    peak, and for the minimum, the median and the maximum of each column.
+    The table has a line for each rank. With many ranks, it has lines for the two ranks with the smallest and the
+    largest peak, and for the minimum, the median and the maximum of each column.
     """
     by_peak = sorted(range(len(rows)), key=lambda rank: rows[rank]["peak"])
     lowest, highest = by_peak[0], by_peak[-1]

@@ -1,4 +1,4 @@
-"""metric_arrays.jsonl: metrics of two and more dimensions, such as confusion matrices."""
+"""metric_arrays.jsonl: metrics of two or more dimensions, such as confusion matrices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FILE = run_folder.METRIC_ARRAYS
 
 
 class MetricArrays(Writer):
-    """Appends, for each evaluation, the tensors of two and more dimensions among the metrics. Scalars are left out.
+    """Appends, for each evaluation, the tensors of two or more dimensions among the metrics. Scalars are left out.
 
-    The file is made with the first such tensor. Objects of later steps, which a killed process left, are dropped.
+    The file is created with the first such tensor. Objects of later steps, which a killed process left, are dropped.
 
     Args:
         folder: the run directory.
-        tell: shows a message that damaged lines were dropped.
+        tell: reports dropped damaged lines.
     """
 
     name = FILE

@@ -17,7 +17,7 @@ def model_summary(
 ) -> list[str]:
     """Lines on each parameter group: number of parameters, how many are trained, learning rate, weight decay.
 
-    Where the learning rates differ, a line has the lowest and the highest.
+    If learning rates differ, a line has the lowest and the highest.
 
     Args:
         sharded_over: number of ranks that the parameters are sharded over; None: they are not sharded.
@@ -44,11 +44,11 @@ def model_summary(
 
 
 def idle_ranks_warning(global_batch: int, ranks: int) -> list[str]:
-    """A warning if a step has fewer samples than ranks. No error: the training is right, only some ranks are idle."""
+    """A warning if a step has fewer samples than ranks. Not an error: training is correct, but some ranks are idle."""
     if global_batch >= ranks:
         return []
     return [
-        f"warning: batch.global={global_batch} is less than the {ranks} ranks: {ranks - global_batch} of them have no "
+        f"warning: batch.global={global_batch} is less than the {ranks} ranks: {ranks - global_batch} of them get no "
         f"sample in any step; start at most {global_batch} ranks, or raise batch.global"
     ]
 
@@ -58,7 +58,7 @@ def _count(parameters: Iterable[Any]) -> int:
 
 
 def _rates(optimizer: Optimizer) -> list[str]:
-    """A line that says that parameters have different learning rates, where they do."""
+    """A line that reports different learning rates of parameters, if there are any."""
     trained = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
     rates = {group["base_lr"]: group["name"] for group in trained}
     if len(rates) < 2:
@@ -69,10 +69,10 @@ def _rates(optimizer: Optimizer) -> list[str]:
 
 
 def warm_up_warning(schedule: Schedule, last_step: int, warmup_share: float | None) -> list[str]:
-    """A warning if the warm-up lasts for the whole training. No error: recipes are often tried for a few steps first.
+    """A warning if the warm-up lasts for the whole training. Not an error: recipes are often tried for a few steps.
 
     Args:
-        last_step: at which the training ends.
+        last_step: the step at which training ends.
         warmup_share: `schedule.warmup_share` of the config; None: the config gives steps.
     """
     steps = min(last_step, schedule.length)

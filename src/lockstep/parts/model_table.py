@@ -18,7 +18,7 @@ _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass
 class ModelTrace:
-    """The facts that a forward pass showed of a model."""
+    """The facts about a model that a forward pass showed."""
 
     outputs: dict[str, str] = field(default_factory=dict)
     """Shape of the output of each module's last call, by the module's name. The model itself is called ``."""
@@ -44,7 +44,7 @@ def trace(model: nn.Module, call: Callable[[], object]) -> ModelTrace:
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, found: ModelTrace, total: Callable[[], int]) -> Generator[None, None, None]:
-    """Inside, the calls of each module are noted in `found`."""
+    """Inside, the calls of each module are recorded in `found`."""
     handles = []
     begun: dict[str, list[int]] = {}
 
@@ -100,7 +100,7 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
         total = found.flops.get("", max(found.flops.values(), default=0))
         lines += [
             f"One sample takes {_operations(total)}FLOP in a forward pass. Matrix products, convolutions and attention",
-            "count, a multiplication and an addition as two. An output is that of a batch of one sample.",
+            "count, a multiplication and an addition as two. Outputs are those of a batch of one sample.",
         ]
     lines += [note] if note else []
     rows = [("layer", "kind", "output", "parameters", "FLOP")]

@@ -1,7 +1,7 @@
-"""Runs a writer in a process of its own, which the training feeds through a pipe.
+"""Runs a writer in a separate process, which the training feeds through a pipe.
 
-Libraries of trackers take seconds to import, wait for networks, and draw from Python's generator of random numbers (for
-the pauses between two attempts). In a process of its own, none of this reaches the training.
+Libraries of trackers take seconds to import, wait for networks, and draw from Python's random generator (for the pauses
+between two attempts). In a separate process, none of this affects the training.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lockstep.parts.writer_kinds import find_writer
 
 _WAITING = 1000  # calls that may wait for the process
 _END_S = 60  # how long the end of a training waits for the process
-_END_WITH_FILES_S = 3600  # the same, where files are sent
-_END_EARLY_S = 5  # the same, where the training was stopped or failed: it may be told to end at once
+_END_WITH_FILES_S = 3600  # the same, if files are sent
+_END_EARLY_S = 5  # the same, if the training was stopped or failed: it may have to end at once
 _RETRY_S = 30  # between two attempts to make a writer
 
 
 class OwnProcess(Writer):
     """Passes calls on to a writer in another process. The process starts with the first entry, after the first steps.
 
-    What the other writer raises is raised here by a later call. The process ends by itself when the training ends,
-    however it ends. What its libraries print is in `trackers/<name>.log` in the run directory.
+    Errors of the other writer are raised here by a later call. The process ends by itself when the training ends, for
+    whatever reason. The output of its libraries is in `trackers/<name>.log` in the run directory.
 
     Args:
         kind: the class of the writer.
@@ -107,14 +107,14 @@ class OwnProcess(Writer):
         return self.run.folder / FOLDER / f"{self.label}.log"
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Hand a call to the thread that feeds the process. Methods that the writer does not have are left out."""
+        """Pass a call to the thread that feeds the process. Methods that the writer lacks are left out."""
         self._read_reports()
         if getattr(self.kind, method) is getattr(Writer, method):
             return
         try:
             self.calls.put_nowait(pickle.dumps((method, arguments)))
         except queue.Full:
-            raise RuntimeError(f"it is {_WAITING} calls behind the training; some calls are left out") from None
+            raise RuntimeError(f"it is {_WAITING} calls behind the training; some calls are dropped") from None
 
     def _start(self) -> None:
         self._log_file.parent.mkdir(exist_ok=True)
@@ -134,7 +134,7 @@ class OwnProcess(Writer):
 
     def _feed(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError), process.stdin as pipe:  # its end is seen by `close`
+        with contextlib.suppress(OSError), process.stdin as pipe:  # `close` notices its end
             pipe.write(pickle.dumps((self.entry, self.label)))
             pipe.write(pickle.dumps(self.run))
             while (call := self.calls.get()) is not None:
@@ -149,7 +149,7 @@ class OwnProcess(Writer):
                 self.reports.put(json.loads(line))
 
     def _read_reports(self) -> None:
-        """Take what the process reported: show its notes, and raise its first error.
+        """Read what the process reported: show its notes, and raise its first error.
 
         Raises:
             OSError: the writer in the process raised an error.
@@ -165,7 +165,7 @@ class OwnProcess(Writer):
 
 
 def main(calls: IO[bytes], reports: IO[str]) -> None:
-    """Make the writer, and call what the training asks for, until the training closes the pipe or has gone."""
+    """Create the writer, and make the calls of the training until it closes the pipe or is gone."""
 
     entry, label = pickle.load(calls)
     run: RunInfo = pickle.load(calls)
@@ -173,10 +173,10 @@ def main(calls: IO[bytes], reports: IO[str]) -> None:
     next_try, end_s = 0.0, _END_S
 
     def report(**what: str) -> None:
-        with contextlib.suppress(OSError):  # the training may have gone
+        with contextlib.suppress(OSError):  # the training may be gone
             print(json.dumps(what), file=reports, flush=True)
 
-    # The process of an earlier start may be at its end still. It must not write into the same run of the tracker.
+    # The process of an earlier start may still be ending. It must not write into the same run of the tracker.
     with locks.locked(run.folder / FOLDER / f"{label}.lock", wait_s=_END_S):
         while True:
             try:
@@ -206,6 +206,6 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the pipe ends this process
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # libraries that ask questions get no answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # libraries that prompt get no answer
     os.dup2(2, 1)  # what libraries print goes into the log
     main(incoming, outgoing)

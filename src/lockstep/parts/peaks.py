@@ -1,7 +1,7 @@
-"""The most that GPUs can do, by the name that torch gives them. The figures are those of the makers' data sheets.
+"""The peak performance of GPUs, by torch's name for them, from the vendors' data sheets.
 
-Throughput is that of dense matrices: data sheets often show twice as much, for matrices half of whose values are zero.
-Products of fp16 and bf16 are added in fp32, as torch does it. The sources: NVIDIA's data sheets of the A100 (2022),
+Throughput is for dense matrices: data sheets often list twice as much, for matrices with half of their values zero.
+Products of fp16 and bf16 are accumulated in fp32, as in torch. The sources: NVIDIA's data sheets of the A100 (2022),
 H100 (2023), H200 (2024), HGX B200 (2024), L4, L40S (2023), A10 (2021), T4 (2019) and V100 (2020); AWS on the A10G;
 NVIDIA's white papers on the architectures GA102 (2021) and Ada (2022) for RTX 3090, A6000 and 4090; AMD's data sheets
 of the MI250X (2021) and MI300X (2023). None of these figures was measured with Lockstep.
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """The data sheet of a GPU, as torch sees it: of a GPU with two chips that torch sees as two, half."""
+    """The data sheet of a GPU as torch sees it: half of it, for a GPU with two chips that torch sees as two."""
 
     name: str
     words: frozenset[str]
-    """Words that the name has that torch gives it."""
+    """Words in torch's name of the GPU."""
     bf16: float | None
-    """10^12 operations in a second. None: it has no units for this format."""
+    """10^12 operations per second. None: it has no units for this format."""
     fp16: float | None
     tf32: float | None
     fp32: float
     memory_gb: float
-    """10^9 bytes, as the data sheet has it."""
+    """10^9 bytes, as in the data sheet."""
     link_gb_per_s: float
-    """To other GPUs of the machine, both directions together: NVLink or Infinity Fabric; PCIe, where it has no other
+    """To other GPUs of the machine, both directions together: NVLink or Infinity Fabric; PCIe if it has no other
     link."""
 
 
@@ -49,7 +49,7 @@ def _gpu(
     return Gpu(words, frozenset(words.lower().split()), tensor, fp16 or tensor, tf32, fp32, memory, link)
 
 
-# A name may fit several entries: the entry with most words counts.
+# A name may match several entries: the entry with the most words wins.
 GPUS = (
     _gpu("A100", tensor=312, tf32=156, fp32=19.5, memory=40, link=600),
     _gpu("A100 80GB", tensor=312, tf32=156, fp32=19.5, memory=80, link=600),
@@ -75,7 +75,7 @@ GPUS = (
     _gpu("MI250X", tensor=191.5, fp32=47.9, memory=64, link=400),
     _gpu("MI300X", tensor=1307.4, tf32=653.7, fp32=163.4, memory=192, link=896),
 )
-# Words of a part of a GPU, and of other GPUs with a similar name.
+# Words for a part of a GPU, and for other GPUs with a similar name.
 _OTHER = frozenset({"mig", "grid", "laptop", "mobile", "ti", "d", "super", "max"})
 
 
@@ -83,10 +83,10 @@ def find(name: str) -> Gpu | None:
     """The data sheet of a GPU.
 
     Args:
-        name: as `torch.cuda.get_device_name` gives it, such as `NVIDIA A100-SXM4-80GB`.
+        name: from `torch.cuda.get_device_name`, such as `NVIDIA A100-SXM4-80GB`.
 
     Returns:
-        None, if the GPU is not known, or if this is a part of a GPU (MIG).
+        None if the GPU is unknown, or if this is a part of a GPU (MIG).
     """
     words = frozenset(re.split(r"[\s\-_/]+", name.lower()))
     fitting = [gpu for gpu in GPUS if gpu.words <= words and not words & _OTHER]
@@ -94,10 +94,10 @@ def find(name: str) -> Gpu | None:
 
 
 def flops(name: str, number_format: str) -> float | None:
-    """Most floating-point operations of a GPU in a second. None: the GPU is not known.
+    """Peak floating-point operations per second of a GPU. None: the GPU is unknown.
 
     Args:
-        number_format: bf16, fp16, tf32 or fp32. Formats for which a GPU has no units are computed in fp32.
+        number_format: bf16, fp16, tf32 or fp32. A GPU without units for a format computes in fp32.
     """
     gpu = find(name)
     return None if gpu is None else 1e12 * (getattr(gpu, number_format) or gpu.fp32)

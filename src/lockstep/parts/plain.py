@@ -1,4 +1,4 @@
-"""Converts what a task returns to values that JSON knows, and to NumPy arrays."""
+"""Converts what a task returns to JSON values and to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_dense(tensor: Any) -> Any:
-    """A dense copy of a tensor on the CPU, without gradient; the tensor itself if it is that already."""
+    """A dense copy of a tensor on the CPU, without gradient; the tensor itself if it already is one."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return tensor.to_dense() if "sparse" in str(tensor.layout) else tensor
 
@@ -58,7 +58,7 @@ def as_numpy(tensor: Any) -> Any:
 
 
 def dumps(value: Any, ensure_ascii: bool = True) -> str:
-    """`value` as JSON. Numbers that are not finite become null, since JSON has no such numbers."""
+    """`value` as JSON. Numbers that are not finite become null, because JSON lacks them."""
     return json.dumps(_finite(plain(value)), ensure_ascii=ensure_ascii, allow_nan=False)
 
 

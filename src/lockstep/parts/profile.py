@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from lockstep.core.build import Run
 
 FOLDER = "profile"
-_WARM_UP = 5  # steps before a window that is given as a number of steps
+_WARM_UP = 5  # steps before a window, if only its length is given
 _SLOWEST = 10
 _STEP = "lockstep step "
 _NAMED = 3  # operations that the log names
-# Names of events in which the host waits for the device, or for a copy from the device. CUDA's and ROCm's runtime use
-# these names, torch the others. `aten::item` calls `aten::_local_scalar_dense`, so the second counts both.
+# Names of events in which the host waits for the device, or for a copy from it. CUDA's and ROCm's runtimes use these
+# names, torch the others. `aten::item` calls `aten::_local_scalar_dense`, so the second counts both.
 _WAITS = re.compile(r"(cuda|hip)((Stream|Device|Event)Synchronize|Memcpy(ToHost)?(_v\d+)?)$|aten::_local_scalar_dense$")
 
 
@@ -36,7 +36,7 @@ class Window:
     """Number of steps."""
 
     def first_after(self, step: int) -> int:
-        """The first profiled step of a training that goes on after `step` steps."""
+        """The first profiled step of a training that resumes after `step` steps."""
         return step + _WARM_UP + 1 if self.first is None else self.first
 
 
@@ -54,14 +54,14 @@ def parse(text: str) -> Window:
         if first <= last:
             return Window(first, last - first + 1)
     remedy = "write two steps, such as 5-10, or a number of steps, such as 6"
-    raise UsageError(f"{text!r} names no steps", where="--profile", remedy=remedy)
+    raise UsageError(f"{text!r} does not name steps", where="--profile", remedy=remedy)
 
 
 @final
 class Profiler(BuiltInPart):
     """Profiles a window of steps with torch's profiler, and leaves no trace in the training.
 
-    Use it as a context: what was recorded is written also where the training fails.
+    Use it as a context: the recording is written even if training fails.
 
     Args:
         window: the steps.
@@ -72,9 +72,9 @@ class Profiler(BuiltInPart):
 
         self.state, self.stop, self.tell = run.state, run.stop, run.tell
         self.folder = run.folder / FOLDER
-        """Gets `rank<r>.json`, for chrome://tracing or ui.perfetto.dev; and from rank 0 `rank0.txt`."""
+        """Receives `rank<r>.json`, for chrome://tracing or ui.perfetto.dev; and from rank 0 `rank0.txt`."""
         self.activities = devices.of(run.world.device).profiled()
-        """The sources of what is recorded: the host, and the device if it has events of its own."""
+        """The sources of the recording: the host, and the device if it has its own events."""
         self.first = window.first_after(run.first_step)
         self.last = self.first + window.steps - 1
         self.begun_at = max(self.first, run.first_step + 1)
@@ -97,10 +97,10 @@ class Profiler(BuiltInPart):
             self._before(training.step + 1, training.window.excluded)
 
     def _write(self, apart: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
-        """Write what was recorded, if this was not done. A file that cannot be written does not end the training.
+        """Write the recording, unless that was done. A file that cannot be written does not end the training.
 
         Args:
-            apart: the time inside it is no time of the training.
+            apart: the time inside it does not count as training time.
         """
         if self.is_over:
             return
@@ -129,7 +129,7 @@ class Profiler(BuiltInPart):
         if step > min(self.last, self.stop):
             self._write(apart)
             return
-        # A step early, because the profiler's own start takes time. In torch 2.11 a prepared profiler must be started.
+        # A step early, because the profiler's start takes time. In torch 2.11 a prepared profiler must be started.
         if self.profile is None and step >= self.first - 1 and self.first <= self.stop:
             with apart():
                 self.profile = profile(activities=self.activities, acc_events=True)
@@ -152,7 +152,7 @@ class Profiler(BuiltInPart):
         waits = {event.key: event.count for event in averages if _WAITS.match(event.key)}
         steps = last - self.begun_at + 1
         title = f"rank 0, steps {self.begun_at} to {last}"
-        lines = [f"{title}: the {len(rows)} operations that take most time by themselves", ""]
+        lines = [f"{title}: the {len(rows)} operations with the most self time", ""]
         lines += _table(rows)
         lines += ["", f"The host waited for the device, or read a number: {_listed(waits, steps)}", ""]
         (self.folder / "rank0.txt").write_text("\n".join(lines))
@@ -173,11 +173,11 @@ class Row:
     device_ms: float
     """Milliseconds of the kernels that it started itself."""
     share: float
-    """Of the time of all operations: on the device, if it has any, otherwise on the host."""
+    """Of the time of all operations: on the device if it has any, otherwise on the host."""
 
 
 def slowest(averages: Sequence[Any]) -> list[Row]:
-    """The operations that take most time, from `torch.profiler.profile.key_averages`."""
+    """The operations with the most self time, from `torch.profiler.profile.key_averages`."""
     rows = [
         Row(event.key, event.count, event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3, 0.0)
         for event in averages

@@ -25,7 +25,7 @@ _SHOWN = 8  # ranks in an error
 
 
 def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
-    """All tensors that ranks compare, by name: `model.`, `optimizer.`, `ema.`, and buffers of no checkpoint."""
+    """All tensors that ranks compare, by name: `model.`, `optimizer.`, `ema.`, and buffers outside checkpoints."""
     model = state.strategy.unwrapped.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -38,9 +38,9 @@ def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
-    """The digests of tensors, of sharded tensors those of this rank's rows.
+    """The digests of tensors; for sharded tensors, those of this rank's rows.
 
-    Where a rank holds some columns alone, their numbers follow the name: `model.a[:, 0:4]`.
+    If a rank holds only some columns, their numbers follow the name: `model.a[:, 0:4]`.
     """
     shards = {name: sharded_tensor.local_shard(value) for name, value in tensors.items()}
     shards = {f"{n}[:, {s.columns.start}:{s.columns.stop}]" if s.columns else n: s for n, s in shards.items()}
@@ -51,7 +51,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
 
 
 class Difference(NamedTuple):
-    """A tensor of which ranks hold the same rows with other values."""
+    """A tensor with rows that ranks hold with different values."""
 
     name: str
     ranks: tuple[int, int]
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
 
 
 def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[Difference]:
-    """The tensors of which some ranks hold the same rows with other values, in the order of the first rank.
+    """The tensors with rows that some ranks hold with different values, in the order of the first rank.
 
     Args:
         by_rank: the digests of each rank.
@@ -80,7 +80,7 @@ def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[
 
 
 def who_differs(values: Mapping[int, Any]) -> str:
-    """The ranks that differ, in words; by majority, where more than half of them have the same value.
+    """The ranks that differ, in words; by majority, if more than half of them have the same value.
 
     Args:
         values: by rank. Not all are equal.
@@ -107,7 +107,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
     """The losses of rank 0's `batch` on every rank; the same list on all ranks. It leaves no trace in the training.
 
-    Buffers are those of rank 0 before, as before the next step.
+    Before it, all ranks get the buffers of rank 0, as before the next step.
     """
     world, device = state.world, state.world.device
     batch = world.broadcast(batch)
@@ -120,12 +120,12 @@ def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
     state.strategy.begin_step()
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in state.forward.modules())
     with (
-        determinism.same_convolutions(),  # with compute.cudnn_benchmark, each rank measures and chooses for itself
+        determinism.same_convolutions(),  # with compute.cudnn_benchmark, each rank measures and chooses independently
         state.strategy.inference() as forward,
         without_trace(forward, world, compiled, "probe"),
         state.precision.autocast(),
     ):
-        # A model that draws in evaluation draws the same on all ranks.
+        # A model that draws in evaluation makes the same draws on all ranks.
         seed_forward(derive_seed(state.seed, state.step), device)
         losses = forward(batch)
     own = {head: float(loss).hex() for head, loss in losses.items()}
@@ -134,7 +134,7 @@ def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
 
 
 def other_losses(losses: Sequence[RankLosses]) -> tuple[str, str] | None:
-    """The first head of which ranks have other losses, and which ranks differ, in words. None: there is none."""
+    """The first head whose loss differs between ranks, and the ranks, in words. None: there is none."""
     for head in losses[0]:
         values = {rank: of_rank[head] for rank, of_rank in enumerate(losses)}
         if len(set(values.values())) > 1:

@@ -1,7 +1,7 @@
-"""The drawings of a run for people: its samples, its confusion matrices, and a description of its model.
+"""The images of a run for people: its samples, its confusion matrices, and a description of its model.
 
-All of this happens on rank 0, without any collective, and without a trace in the training: random states and buffers
-are as before. What cannot be drawn is one warning.
+All of this happens on rank 0, without collectives, and without a trace in the training: random states and buffers are
+restored. A failure to draw is one warning.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lockstep.parts.write_guard import Guard
 _CPU = torch.device("cpu")
 _DRAWS = 4  # epochs in which a training sample is drawn
 _COLUMNS = 4
-_WIDE = 2240  # pixels of a row of evaluation samples, unless one picture is wider
-_WIDE_AUGMENTED = 2752  # the same of training samples
+_WIDE = 2240  # pixels of a row of evaluation samples, unless one image is wider
+_WIDE_AUGMENTED = 2752  # the same for training samples
 AUGMENTED, EVALUATED, WORST = "samples/augmented", "samples/evaluation", "samples/worst"
 
 
 class RunPictures(Viewer):
-    """Draws into the run directory, and for the writers."""
+    """Draws images into the run directory, and for the writers."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.task = run, run.task
@@ -45,12 +45,12 @@ class RunPictures(Viewer):
         self.folder, self.writers = run.folder, run.writers
         self.guard = functools.cache(lambda name: Guard(name, run.tell))
         self.drawn: EvaluationData | None = None
-        """The evaluation data of which pictures are drawn."""
+        """The evaluation data to draw."""
         self.pairs: list[tuple[int, Any, Any]] | None = None
         """Index, raw sample and prepared sample of the evaluation samples that are drawn. None: not read yet."""
 
     def begin(self, step: int, evaluated: EvaluationData | None) -> None:
-        """Of a new run, rank 0 describes the model, and draws training samples."""
+        """For a new run, rank 0 describes the model and draws training samples."""
         self.drawn = evaluated
         path = self.folder / model_table.FILE
         if step or self.run.world.rank:
@@ -89,7 +89,7 @@ class RunPictures(Viewer):
         or of numbers by that name.
 
         Args:
-            values: what the metrics computed.
+            values: the values of the metrics.
         """
         if not self.count or not values or importlib.util.find_spec("PIL") is None:
             return
@@ -99,19 +99,19 @@ class RunPictures(Viewer):
             if is_square and ("confusion" in name or not value.is_floating_point()):
                 self._attempt(f"pictures/{name}", functools.partial(self._draw_matrix, step, name, value))
 
-    # ---- the drawings, which may fail
+    # ---- drawing, which may fail
 
     def _attempt(self, name: str, draw: Callable[[], None]) -> None:
-        """Call `draw`. A presenter may draw random numbers, which the training must not miss."""
+        """Call `draw`. A presenter may draw random numbers, which must not affect the training."""
         with restored_generators(_CPU):
             self.guard(name).attempt(draw)
 
     def _number_of_samples(self) -> int:
-        """The number of samples that are drawn. 0 if the task draws no pictures."""
+        """The number of samples to draw. 0 if the task draws no images."""
         return 0 if is_default(task_checks.presenter(self.task).picture) else self.count
 
     def _draw_training_samples(self) -> None:
-        """A row for each of the first samples of the training, as epochs from its beginning to its end see it."""
+        """A row for each of the first samples of the training, as seen in epochs from the first to the last."""
         plan = self.run.plan
         indices = plan.indices(0)[0][: self.count].tolist()
         last = max(self.run.stop // plan.steps_per_epoch, _DRAWS) - 1
@@ -187,11 +187,11 @@ class RunPictures(Viewer):
         drawing.write(self.folder / file, picture)
 
     def _describe_model(self, path: Path, evaluated: EvaluationData | None) -> None:
-        """Write model.txt, and give the graph of the model to the writers."""
+        """Write model.txt, and pass the graph of the model to the writers."""
         state, found, note = self.run.state, None, ""
         model, compiled = self.run.model, self.run.config.compute.compile is not None
         if state.strategy.is_sharded:
-            note = "Outputs and operations are left out: each rank holds only a part of the parameters."
+            note = "Outputs and operations are left out: each rank holds only a shard of the parameters."
         else:
             loader = self.run.batches.loader if evaluated is None else evaluated.loader
             with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
@@ -209,5 +209,6 @@ class RunPictures(Viewer):
 
 
 def _file_of(name: str, step: int) -> str:
-    """The file of the picture of a result, below the run directory."""
-    return f"pictures/{name.replace('/', '_')}-step-{step:08}.png"
+    """The file of an image of a result, below the run directory."""
+    stem = name.replace("/", "_")
+    return f"pictures/{stem}-step-{step:08}.png"

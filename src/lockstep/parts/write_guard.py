@@ -21,7 +21,7 @@ class Guard:
     """Turns the first error of some calls into one warning. Further errors are dropped.
 
     Args:
-        name: what the warning says cannot be written.
+        name: what cannot be written, for the warning.
         tell: shows the warning to the writers. The warning also goes to stderr.
     """
 
@@ -44,14 +44,14 @@ class Guard:
 
     def warning(self, reason: str) -> str:
         """The text of the warning."""
-        return f"warning: {self.name} cannot be written: {reason}; training goes on"
+        return f"warning: {self.name} cannot be written: {reason}; training continues"
 
 
 class WriteGuard(Guard, Writer):
     """Passes every call on to one writer, and turns its first error into one warning. Further errors are dropped.
 
     Args:
-        name: what the warning calls the writer.
+        name: the writer's name in the warning.
         make: makes the writer. While it raises, it is called again with every record, message and progress.
         tell: shows the warning, and the writer's `note`, to the other writers. The warning also goes to stderr.
         entry: the entry of `log.writers` that names the writer, and the class, for the warning that the writer cannot
@@ -75,7 +75,7 @@ class WriteGuard(Guard, Writer):
         if not self.entry or self.writer:
             return super().warning(reason)
         remedy = f"remove the cause, or leave {self.entry} out of log.writers"
-        return f"warning: {self.name} cannot be opened: {reason}; training goes on\n  remedy: {remedy}"
+        return f"warning: {self.name} cannot be opened: {reason}; training continues\n  remedy: {remedy}"
 
     def record(self, entry: Mapping[str, float]) -> None:
         self.attempt(lambda: self._opened().record(entry))
@@ -102,18 +102,18 @@ class WriteGuard(Guard, Writer):
         self.attempt(lambda: self._opened().picture(name, picture, step))
 
     def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # Some models cannot be traced. That says nothing of what else the writer writes.
+        # Some models cannot be traced. That does not affect what else the writer writes.
         apart = Guard(f"the graph of the model in {self.name}", self.tell)
         apart.attempt(lambda: self._opened().graph(model, args, kwargs))
 
     def open(self) -> None:
-        """Make the writer now, not with the first record."""
+        """Create the writer now, not with the first record."""
         self.attempt(self._opened)
 
     def close(self) -> None:
         if self.writer is not None:
             self.attempt(self.writer.close)
-        self.has_failed = True  # a message that comes now, on another writer, needs no warning of this one
+        self.has_failed = True  # a message about another writer needs no warning from this one
 
     def _opened(self) -> Writer:
         if self.writer is None:
@@ -124,7 +124,7 @@ class WriteGuard(Guard, Writer):
 def guard_writers(
     makers: Mapping[str, Callable[[], Writer]], entries: Mapping[str, str] = MappingProxyType({})
 ) -> list[WriteGuard]:
-    """Open writers, each behind a guard. When one of them fails, the others show the warning.
+    """Open writers, each with a guard. When one of them fails, the others show the warning.
 
     Args:
         makers: what makes each writer, by the name for warnings.

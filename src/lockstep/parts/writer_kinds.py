@@ -20,14 +20,14 @@ def files_of_writers(names: Sequence[str]) -> set[str]:
     """The files that the built-in writers, and those of these names, write into a run directory.
 
     Raises:
-        UsageError: see `find_writer`; or a writer names a place outside of the run directory, or all of it.
+        UsageError: see `find_writer`; or a writer names a path outside the run directory, or the whole directory.
     """
     kinds = {*(_built_in_writer(name) for name in _built_in()), *(find_writer(name) for name in names)}
     for kind in kinds:
         for file in map(PurePath, kind.files):
             if not file.parts or file.is_absolute() or ".." in file.parts:
-                what = f"{str(file)!r} is not inside the run directory, and --fresh would delete it"
-                raise UsageError(what, where=f"{kind.__name__}.files", remedy="name files of the run directory")
+                what = f"{str(file)!r} is not inside the run directory, but --fresh would delete it"
+                raise UsageError(what, where=f"{kind.__name__}.files", remedy="name files in the run directory")
     return {FOLDER, *(file for kind in kinds for file in kind.files)}
 
 
@@ -38,7 +38,7 @@ def find_writer(name: str) -> type[Writer]:
         name: a module of `lockstep.parts.writers`, an entry point of the group `lockstep.writers`, or FILE.py:Class.
 
     Raises:
-        UsageError: there is no such writer, it cannot be imported, it is not a subclass of `Writer`, or its library is
+        UsageError: the writer does not exist or cannot be imported, it is not a subclass of `Writer`, or its library is
             not installed.
     """
     kind = plugins.named_class(
@@ -47,7 +47,7 @@ def find_writer(name: str) -> type[Writer]:
     if kind.library and importlib.util.find_spec(kind.library) is None:
         remedy = f"pip install 'torch-lockstep[{kind.library}]'" if name in _built_in() else f"install {kind.library}"
         what = f"{kind.library} is not installed"
-        raise UsageError(what, where=f"log.writers: {name}", remedy=f"{remedy}, or leave the writer out")
+        raise UsageError(what, where=f"log.writers: {name}", remedy=f"{remedy}, or remove the writer")
     return kind
 
 

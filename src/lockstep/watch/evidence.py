@@ -1,4 +1,4 @@
-"""What remains when the watch fires: files for people, the verdict, and checkpoints that are not trusted any more."""
+"""What remains when the watch fires: files for people, the verdict, and checkpoints that are no longer trusted."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ VERDICT, CONFIRMED = "verdict.json", "confirmed.json"
 
 
 def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[str, Any], verdict: Verdict) -> str:
-    """Write the evidence of this rank, and on rank 0 the verdict. A disk that is full is no reason to hide the verdict.
+    """Write the evidence of this rank, and on rank 0 the verdict. A full disk must not hide the verdict.
 
     Returns:
-        a sentence on where it is, or that it is not; empty where the run has no folder.
+        a sentence on where it is, or that it is missing; empty if the run has no folder.
     """
     if run.folder == Path():
         return ""
@@ -48,7 +48,7 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__},
     }
     where = f". The evidence could not be written into {folder}"
-    with contextlib.suppress(OSError, RuntimeError, AttributeError, TypeError):  # inputs may be what pickle cannot take
+    with contextlib.suppress(OSError, RuntimeError, AttributeError, TypeError):  # pickle may not support the inputs
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{run.world.rank}.pt"
         unfinished = path.with_suffix(".unfinished")
@@ -64,14 +64,14 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
 
 
 def note_confirmed(run: Run) -> None:
-    """Write up to which step a run is confirmed. Checkpoints that were saved before do not say it. Called on rank 0."""
+    """Write up to which step a run is confirmed. Checkpoints that were saved before lack it. Called on rank 0."""
     with contextlib.suppress(OSError):
         (run.folder / "watch").mkdir(exist_ok=True)
         atomic.write_text(run.folder / "watch" / CONFIRMED, json.dumps({"step": run.confirmed_step}))
 
 
 def confirmed_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
-    """Up to which step a run is confirmed that goes on from a checkpoint. None: up to no step."""
+    """Up to which step a run that resumes from a checkpoint is confirmed. None: no step."""
     if checkpoint is None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -81,16 +81,16 @@ def confirmed_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """A device for people, with its model and the identity of its hardware, where it has these."""
+    """A device for people, with its model and hardware identity, if it has them."""
     found = devices.of(device)
     return " ".join(filter(None, (str(device), found.name(), found.identity())))
 
 
 @contextlib.contextmanager
 def setting_aside(run: Run) -> Generator[None, None, None]:
-    """Around a training: where the watch ends it, checkpoints that it had not confirmed are renamed `suspect-...`.
+    """Around a training: if the watch ends it, checkpoints that it had not confirmed are renamed `suspect-...`.
 
-    It comes around the last save, which may still be written when the watch fires.
+    It encloses the last save, which may still be in progress when the watch fires.
     """
     try:
         yield
@@ -100,28 +100,28 @@ def setting_aside(run: Run) -> Generator[None, None, None]:
 
 
 def _set_aside(run: Run) -> str:
-    """Rename the checkpoints that are not confirmed. Returns a sentence on what is left."""
+    """Rename the unconfirmed checkpoints. Returns a sentence on what is left."""
     if run.held is not None:
         run.held.check()
     aside = [_renamed(one.path) for one in suspects(run)]
-    text = f"Set aside, because no check had passed after them: {', '.join(reversed(aside))}. " if aside else ""
+    text = f"Set aside, because no check passed after them: {', '.join(reversed(aside))}. " if aside else ""
     left = next(iter(store.listed(run.folder / "checkpoints")), None)
     if left is None:
-        return f"{text}No checkpoint is left: the same command starts anew"
-    return f"{text}The same command goes on from the checkpoint of step {left.step}, which is confirmed"
+        return f"{text}No checkpoint is left: the same command starts from the beginning"
+    return f"{text}The same command resumes from the confirmed checkpoint of step {left.step}"
 
 
 def _renamed(checkpoint: Path) -> str:
-    """Give a checkpoint a name under which no run goes on from it. Returns the name."""
+    """Rename a checkpoint so that no run resumes from it. Returns the name."""
     kept = checkpoint.with_name(f"suspect-{checkpoint.name}")
     with contextlib.suppress(OSError):
-        atomic.remove(kept)  # of an earlier suspicion
+        atomic.remove(kept)  # from an earlier suspicion
     checkpoint.rename(kept)
     atomic.sync(checkpoint.parent)
     return kept.name
 
 
 def suspects(run: Run) -> list[Checkpoint]:
-    """The checkpoints that no check has confirmed, the newest first."""
+    """The unconfirmed checkpoints, the newest first."""
     confirmed = -1 if run.confirmed_step is None else run.confirmed_step
     return [one for one in store.listed(run.folder / "checkpoints") if one.step > confirmed]

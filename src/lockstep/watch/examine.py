@@ -24,7 +24,7 @@ from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_differen
 
 @dataclass(frozen=True)
 class Dispute:
-    """Two ranks gave different results for one micro-batch. On one rank both are that rank."""
+    """Two ranks computed different results for one micro-batch. On one rank, both are that rank."""
 
     share: Share
     """The owner's."""
@@ -34,12 +34,12 @@ class Dispute:
 
 
 class Experiments:
-    """Experiments with a micro-batch. All ranks make them alike.
+    """Experiments with a micro-batch. All ranks make the same ones.
 
     Args:
         leaves: of `Strategy.leaves`.
         like: a micro-batch of the training.
-        noise: what rounding explains; None: nothing, kernels are deterministic.
+        noise: what rounding explains; None: nothing, because kernels are deterministic.
     """
 
     def __init__(self, run: Run, leaves: Mapping[str, Tensor], like: MicroBatch, noise: Noise | None) -> None:
@@ -53,7 +53,7 @@ class Experiments:
         return read(batches.loader.micro_batches, plan, self.like, device)
 
     def _twice(self, share: Share) -> list[tuple[Detail, Detail]]:
-        """What every rank computes of a share, twice, each time read anew."""
+        """What every rank computes of a share, twice, reading it again each time."""
         found = [detail(self.run.state, self._read(share), share, self.leaves) for _ in range(2)]
         return [(first, second) for first, second in of_all(self.run.world, found)]
 
@@ -90,7 +90,7 @@ class Experiments:
         return first_difference(dispute.own, dispute.other)
 
     def _may_be_rounding(self, dispute: Dispute) -> bool:
-        """True where a kernel may add in another order now and then, and the difference is no larger than that."""
+        """True if a kernel may sometimes add in a different order, and that explains the difference."""
         if self.run.world.device.type == "cpu" or self.run.config.compute.deterministic or self.noise is not None:
             return False
         reference = self.repeats[0][0]
@@ -100,12 +100,12 @@ class Experiments:
         assert self.micro_batch is not None
         samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 32)}"
         if found.how == "unstable":
-            text = f"{samples} are not the same when they are read again on {named(found.ranks)}: their source or "
+            text = f"{samples} differ when they are read again on {named(found.ranks)}: their source or "
             return Verdict(
                 "data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine"
             )
-        more = "" if found.how in ("repeats", "tie") else ", once: read again, they are those of the other ranks"
-        return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}{more}")
+        more = "" if found.how in ("repeats", "tie") else ", once: read again, they equal those of the other ranks"
+        return Verdict("data", found.ranks, f"{named(found.ranks)} read different bytes for {samples}{more}")
 
     def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
         operation = self.unstable_operation(share)
@@ -113,7 +113,7 @@ class Experiments:
         return Verdict("not deterministic", found.ranks, text, first)
 
     def unstable_operation(self, share: Share) -> str:
-        """The first operation that gives other results when a rank repeats a share; of the first rank that has one."""
+        """The first operation whose result differs when a rank repeats a share; of the first rank that has one."""
 
         def once() -> None:
             trial(self.run.state, self._read(share), share, self.leaves)
@@ -122,7 +122,7 @@ class Experiments:
         return next((name for name in names if name), "")
 
     def _of_code(self, found: Finding, share: Share, same: Same) -> Verdict | None:
-        """The verdict, where a rank gives its own results only because it is told that it is this rank."""
+        """The verdict if a rank returns its result only because it runs as this rank."""
         for suspect in found.ranks[:2]:
             with posing_as(suspect):
                 posed = self._twice(share)
@@ -134,12 +134,10 @@ class Experiments:
             if not others or len(changed) < len(others) - len(found.ranks) + 1 or not changed:
                 continue
             where = self._branch(share, suspect)
-            text = (
-                f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
-            )
-            text += f"they are rank {suspect}"
+            text = f"the code behaves differently on rank {suspect}: other ranks compute its result when they run as "
+            text += f"rank {suspect}"
             if found.how == "tie":
-                text = "the code does something else by rank: a rank gives another result when it is told another rank"
+                text = "the code behaves differently by rank: a rank's result changes when it runs as another rank"
             text += f". The first operation that differs: {where}" if where else ""
             first = first_difference(self.repeats[others[0]][0], wanted)
             return Verdict("code", found.ranks if found.how == "tie" else (suspect,), text, first)
@@ -157,7 +155,7 @@ class Experiments:
 
 
 def judged_device(world: World, found: Finding, first: str) -> Verdict:
-    """The verdict where ranks compute other results of the same. All ranks call it alike.
+    """The verdict if ranks compute different results from the same inputs. All ranks make the same call.
 
     Args:
         first: the first result that differs, for people.
@@ -169,15 +167,15 @@ def judged_device(world: World, found: Finding, first: str) -> Verdict:
         liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
         if not liars:
             those = named(ranks or tuple(range(len(names))), "or")
-            text = f"{those}: the results differ, and nothing says which is right"
+            text = f"{those}: the results differ, and nothing shows which is correct"
             return Verdict("unclear", ranks, text, first)
         ranks = liars
     how = {
         "unstable": "it differs from itself on the same inputs",
-        "repeats": "it gives another result than the others on the same inputs, each time",
-        "once": "it gave another result, and not when it was repeated",
-    }.get(found.how, "it gets known answers wrong")
+        "repeats": "it computes a different result than the others from the same inputs, every time",
+        "once": "it computed a different result once, but not when repeated",
+    }.get(found.how, "it computes known answers wrongly")
     where = "; ".join(f"rank {rank} ({names[rank]})" for rank in ranks)
-    known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
+    known = "; ".join(f"rank {rank} also computes {', '.join(wrong[rank])} wrongly" for rank in ranks if wrong[rank])
     text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
     return Verdict("device", ranks, text, first, guilty=ranks)

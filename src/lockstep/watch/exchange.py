@@ -1,4 +1,4 @@
-"""The exchange of gradients is linear: what comes out must be the mean of what went in, as signed sums show."""
+"""The exchange of gradients is linear: its result must be the mean of its inputs, which signed sums verify."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lockstep.watch.gradients import Seen
 from lockstep.watch.signed_sums import SIGNS, signed_sums, stacked
 
 _TIMES = 16.0
-"""An exchange may differ by so many roundings of its number format, each as large as the gradient's norm."""
+"""An exchange may differ by this many roundings of its number format, each as large as the gradient's norm."""
 _LEAST_FP16 = 2.0**-24
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What the exchange of a step has given."""
+    """The result of a step's exchange."""
 
     name: str = ""
-    """The first parameter whose gradient is not the mean of what the ranks gave; empty: there is none."""
+    """The first parameter whose gradient is not the mean of the ranks' inputs; empty: there is none."""
     factor: float = 1.0
     """Of the gradients after the exchange: they are unscaled and clipped."""
     bound: float = 0.0
@@ -35,20 +35,20 @@ class Checked:
 def check(
     state: TrainState, own: Seen, names: Sequence[str], mine: Sequence[str], micro_batches: int, reduced_in: str | None
 ) -> Checked:
-    """Compare the reduced gradients with what the ranks gave, with one small reduction. All ranks call it alike.
+    """Compare the reduced gradients with the ranks' inputs, with one small reduction. All ranks make the same call.
 
-    A signed sum of a mean is the mean of the signed sums. Rounding adds an error of random signs to each element, whose
-    signed sum is about eps * |gradient|_2 * sqrt(ranks). Below the smallest normal number of a format, it also adds
-    about this number to each element. An error of one bit below that is not seen.
+    A signed sum of a mean is the mean of the signed sums. Rounding adds an error of random sign to each element, whose
+    signed sum is about eps * |gradient|_2 * sqrt(ranks). Below a format's smallest normal number, it also adds about
+    this number to each element. An error of one bit below that is not detected.
 
     Args:
-        own: what this rank computed, with its sums over all micro-batches.
-        names: of the parameters that are looked at, the same on all ranks.
+        own: this rank's results, with its sums over all micro-batches.
+        names: of the examined parameters, the same on all ranks.
         mine: those whose gradients this rank sums up after the exchange. Ranks that hold the same rows share the work:
-            their digests say that they have the same bits.
+        their digests show that they have the same bits.
         micro_batches: of each rank in this step.
-        reduced_in: `parallel.reduce_dtype`, the number format of the exchange, where it is another than that of the
-            gradients.
+        reduced_in: `parallel.reduce_dtype`, the number format of the exchange, if it differs from that of the
+        gradients.
     """
     world, nothing = state.world.size, [0.0] * (SIGNS + 1)
     given = dict(zip(own.sums, stacked(list(own.sums.values())), strict=True))
@@ -63,7 +63,7 @@ def check(
     formats = {*own.dtypes.values(), *(one.dtype for one in _grads(state).values())}
     found = [torch.finfo(of) for of in formats | ({_FORMATS[reduced_in]} if reduced_in else set())]
     rounding = _TIMES * max((of.eps for of in found), default=0.0) * (world * micro_batches) ** 0.5
-    # Of fp16 the smallest number of all: its numbers below the normal ones are never taken for zero.
+    # For fp16, the smallest number of all: its subnormal numbers are never flushed to zero.
     least = max((min(of.tiny, _LEAST_FP16) for of in found), default=0.0)
     floors = [_TIMES * least * world * micro_batches * own.sizes[name] ** 0.5 for name in names]
     return _judge(names, rows, rounding, floors)
@@ -72,7 +72,7 @@ def check(
 def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: float, floors: Sequence[float]) -> Checked:
     """Compare rows of: means of signed sums, the mean of the norms, and signed sums after the exchange.
 
-    A gradient that was not finite before the exchange says nothing about the exchange. The loop ends such a training.
+    A gradient that was not finite before the exchange says nothing about it. The loop ends such a training.
     """
     bounds = [rounding * row[SIGNS] + floor for row, floor in zip(rows, floors, strict=True)]
     finite = [
@@ -91,10 +91,10 @@ def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: floa
 
 
 def _factor(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """By what the gradients were multiplied after the exchange, and how unsure that is.
+    """The factor on the gradients after the exchange, and its uncertainty.
 
-    It is the median of what the sums say that are far above their rounding, so that a wrong gradient does not move it;
-    then the least squares of the sums that agree with it.
+    It is the median over the sums that are far above their rounding, so that a wrong gradient does not affect it; then
+    the least squares of the sums that agree with it.
 
     Args:
         pairs: sums before and after the exchange, and the bound of the first.
@@ -118,7 +118,7 @@ def _grads(state: TrainState) -> dict[str, Tensor]:
 
 
 def _reduced(state: TrainState, names: Sequence[str]) -> dict[str, list[float]]:
-    """The signed sums of the gradients that this rank holds, of these names."""
+    """The signed sums of the gradients with these names that this rank holds."""
     sums, grads = {}, _grads(state)
     for name in grads.keys() & set(names):
         shard = sharded_tensor.local_shard(grads[name])
@@ -132,17 +132,17 @@ def _row(shape: Sequence[int]) -> int:
 
 
 def wrong_shards(state: TrainState, found: Checked, gradient: Tensor | None, shards: int, mine: int) -> list[int]:
-    """The shards of a parameter whose reduced gradient is wrong. All ranks call it alike.
+    """The shards of a parameter whose reduced gradient is wrong. All ranks make the same call.
 
     Args:
-        gradient: what this rank gave, the whole of it. None: this rank has none of this parameter.
-        shards: into how many parts of rows the parameter is cut.
-        mine: the number of this rank's part.
+        gradient: this rank's whole input. None: this rank has none of this parameter.
+        shards: number of shards of rows.
+        mine: the number of this rank's shard.
     """
     world = state.world
     parameter = state.strategy.trainable[found.name]
     rows, row = int(parameter.shape[0]) if parameter.ndim else 1, _row(parameter.shape)
-    each = -(-rows // shards)  # as torch.chunk cuts
+    each = -(-rows // shards)  # as torch.chunk splits
     flat: list[float] = []
     for number in range(shards):
         first, last = min(number * each, rows) * row, min((number + 1) * each, rows) * row

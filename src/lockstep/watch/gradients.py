@@ -1,4 +1,4 @@
-"""What a rank computes of a micro-batch, seen by hooks: its losses, and its gradients before they are exchanged."""
+"""What a rank computes from a micro-batch, recorded by hooks: its losses, and its gradients before the exchange."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Seen:
     small: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of few elements by name of the parameter."""
     total: list[Tensor] = field(default_factory=list)
-    """Digests of the others, which are let go of."""
+    """Digests of the others, which are released."""
     norms: list[Tensor] = field(default_factory=list)
     """2-norms of the others."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """`signed_sums` of the gradients by name, where they are wanted: added up over the micro-batches of a step."""
+    """`signed_sums` of the gradients by name, if wanted: summed over the micro-batches of a step."""
     each: dict[str, Tensor] = field(default_factory=dict)
-    """Digests of the gradients by name, where they are wanted."""
+    """Digests of the gradients by name, if wanted."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Of the gradients."""
@@ -66,7 +66,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Detail:
-    """What a pass has computed, on the host: it may travel between ranks."""
+    """The results of a pass, on the host: it can be sent between ranks."""
 
     losses: dict[str, float]
     gradients: dict[str, Digest]
@@ -82,7 +82,7 @@ class Detail:
 
 
 def bare(folded: Sequence[int], batch: Sequence[int] = (0, 0)) -> Detail:
-    """What a check knows of a result: digests alone."""
+    """What a check knows about a result: only digests."""
     return Detail({}, {}, {}, {}, folded=tuple(folded), batch=(batch[0], batch[1]))
 
 
@@ -90,12 +90,12 @@ def bare(folded: Sequence[int], batch: Sequence[int] = (0, 0)) -> Detail:
 def watched(
     forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: Collection[str] = (), each: bool = False, ranks: int
 ) -> Generator[Seen, None, None]:
-    """Inside, the first forward pass and its backward pass are seen. The `sums` of these add up over later passes.
+    """Inside, the first forward pass and its backward pass are recorded. Their `sums` add up over later passes.
 
     Args:
         forward: the `Forward` of the strategy.
         leaves: the parameters by name, see `Strategy.leaves`.
-        ranks: of the training. One alone compares with itself.
+        ranks: of the training. A single rank compares with itself.
     """
     seen = Seen(sizes={name: leaf.numel() for name, leaf in leaves.items()})
     passes = 0
@@ -134,7 +134,7 @@ def watched(
 
 
 def digest_of_batch(batch: Any, device: torch.device) -> Tensor:
-    """The digest of all tensors in a batch, in their order: two int64."""
+    """The digest of all tensors in a batch, in order: two int64."""
     found: dict[str, Tensor] = {}
 
     def add(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses and norms of the ranks at the checks: what leaves its history is told, and never ends a training."""
+"""Losses and norms of the ranks at the checks. What leaves its usual range is reported, but never ends a training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 
 _CHECKS = 16
-"""So many checks are remembered."""
+"""The number of checks that are remembered."""
 _LEAST = 8
-"""So many numbers are needed before one can be unusual."""
+"""The numbers that are needed before one can be unusual."""
 _DEVIATIONS = 12.0
 _FACTOR = 8.0
-"""A number is unusual if it is so many times larger or smaller than the median, and so many deviations away."""
+"""A number is unusual if it is this many times larger or smaller than the median, and this many deviations away."""
 
 
 class History:
@@ -24,10 +24,11 @@ class History:
         self.logs: deque[float] = deque()
 
     def add(self, values: Sequence[float]) -> str:
-        """Add the figure of each rank. Returns a warning, where one leaves what is usual; else an empty text.
+        """Add the figure of each rank. Returns a warning if one leaves its usual range; else an empty text.
 
         Logarithms are compared, by their median and the median of their distances from it (MAD), which a few outliers
-        do not move. A number that is not finite, or not above 0, has no logarithm: the log's own check sees the first.
+        do not affect. A number that is not finite, or not above 0, has no logarithm: the log's own check reports the
+        first.
         """
         known = {rank: math.log(value) for rank, value in enumerate(values) if 0 < value < math.inf}
         told = self._judged(known, values) if len(self.logs) >= _LEAST else ""
@@ -44,4 +45,4 @@ class History:
         if rank is None or away[rank] <= max(math.log(_FACTOR), _DEVIATIONS * spread):
             return ""
         usual = f"{math.exp(middle - spread):.4g} to {math.exp(middle + spread):.4g}"
-        return f"the {self.name} of rank {rank} is {values[rank]:.4g}, and was usually {usual}"
+        return f"the {self.name} of rank {rank} is {values[rank]:.4g}; usually it was {usual}"

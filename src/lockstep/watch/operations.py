@@ -46,7 +46,7 @@ def _has_values(value: Any) -> bool:
 
 
 def _place() -> str | None:
-    """File and line of the code that asks for an operation; None within the watch's own digests."""
+    """File and line of the code that calls an operation; None within the watch's own digests."""
     frame = sys._getframe(2)
     inner = frame
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _CORE)):
@@ -58,7 +58,7 @@ def _place() -> str | None:
 
 
 def first_difference(one: Callable[[], object], other: Callable[[], object]) -> str:
-    """The first operation whose result differs between two passes, as `name at file:line`; empty where none does."""
+    """The first operation whose result differs between two passes, as `name at file:line`; empty if none does."""
     records = []
     for call in (one, other):
         with Operations() as operations:
@@ -67,4 +67,4 @@ def first_difference(one: Callable[[], object], other: Callable[[], object]) -> 
     for (name, place, digest), (name2, place2, digest2) in zip(*records, strict=False):
         if name != name2 or not torch.equal(digest, digest2):
             return f"{name} at {place}" if name == name2 else f"{name} at {place}, or {name2} at {place2}"
-    return "" if len(records[0]) == len(records[1]) else "an operation that only one of two passes makes"
+    return "" if len(records[0]) == len(records[1]) else "an operation that only one of the two passes makes"

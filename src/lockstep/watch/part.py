@@ -1,4 +1,4 @@
-"""The watch of a training: checks every few steps, as `watch.every` says."""
+"""The watch of a training: checks every `watch.every` steps."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from lockstep.watch.verdict import ROUNDING, Noise, Verdict, blamed_on_parts, na
 
 
 def other_rank(step: int, every: int, rank: int, world: int) -> int:
-    """The rank whose share `rank` computes again at a check: all others in turn, from check to check."""
+    """The rank whose share `rank` computes again at a check: each other rank in turn."""
     return (rank + 1 + step // every % max(1, world - 1)) % world
 
 
 @dataclass(frozen=True)
 class Due:
-    """The steps at which a whole check is made. Counted from 0.
+    """The steps at which a whole check runs. Counted from 0.
 
-    The first step of a start is left out, because strategies warm up in it, and so are steps at which other parameters
-    begin to train.
+    The first step of a start is left out, because strategies warm up in it. So are steps at which other parameters
+    start to train.
     """
 
     every: int
@@ -60,7 +60,7 @@ class Due:
 
 
 class _Pending:
-    """A check that was begun before a step, and is ended before its update."""
+    """A check that starts before a step and ends before its update."""
 
     def __init__(self, state: TrainState, micro_batch: MicroBatch) -> None:
         self.step, self.micro_batch = state.step, micro_batch
@@ -78,14 +78,14 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Row:
-    """What a rank tells the others at a check."""
+    """What a rank sends to the others at a check."""
 
     shard: int
     state: tuple[int, int]
     reduced: tuple[int, int]
     differs_from_itself: bool
     own: tuple[int, ...]
-    """Digests: of the batch, the losses and the gradients of its own share."""
+    """Digests of the batch, the losses and the gradients of this rank's share."""
     other: tuple[int, ...]
     """The same of the share of `other_rank`."""
     loss: float
@@ -99,15 +99,15 @@ class _Row:
 
 
 class Watch(BuiltInPart):
-    """Checks the ranks every few steps and before each save, and ends the training where they differ.
+    """Checks the ranks every few steps and before each save, and ends the training if they differ.
 
-    A check of step N is made before its update: the state after N - 1 steps is still there. Replicas are compared; each
-    rank computes the first micro-batch of another rank's share again, with that rank's seeds; and what that rank has
-    computed in the step itself, before gradients were exchanged, must be the same.
+    A check of step N runs before its update: the state after N - 1 steps still exists. Replicas are compared. Each rank
+    computes the first micro-batch of another rank's share again, with that rank's seeds. The result must equal what
+    that rank computed in the step itself, before gradients were exchanged.
 
     Args:
-        rebuild: makes the run anew at a checkpoint, or without one at its beginning; see `replay`. None: replicas that
-            differ are told apart by majority alone.
+        rebuild: builds the run again from a checkpoint, or from its beginning; see `replay`. None: replicas that differ
+        are judged only by majority.
     """
 
     sees_writes = True
@@ -124,7 +124,7 @@ class Watch(BuiltInPart):
         if self.recomputes and state.world.size > 1:
             run.batches.extra.plans = _extra_plans(run.plan, self.due, state.world.rank)
         self.noise: Noise | None = None
-        """What rounding explains, where kernels are not deterministic. None: they are, so far."""
+        """What rounding explains, if kernels are not deterministic. None: they are, so far."""
         self.has_repeated = self.has_saved = False
         self.sees_exchange = True
         self.pending: _Pending | None = None
@@ -136,12 +136,12 @@ class Watch(BuiltInPart):
 
     def start(self, training: Training) -> None:
         self.tell = training.tell
-        hooks = self.run.state.optimizer._optimizer_step_pre_hooks  # private; as `register_...` fills it
+        hooks = self.run.state.optimizer._optimizer_step_pre_hooks  # private; filled by `register_...`
         self.sees_exchange = all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks.values())
         if not self.sees_exchange and training.ranks > 1:
             training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
         if self.why_not:
-            training.tell(f"note: the watch compares replicas alone: {self.why_not}")
+            training.tell(f"note: the watch only compares replicas: {self.why_not}")
         if training.ranks == 1 and not self.recomputes:
             training.tell("note: the watch checks nothing on one rank without recomputation")
 
@@ -177,7 +177,7 @@ class Watch(BuiltInPart):
                 self._end(training, pending)
 
     def after_step(self, training: Training) -> None:
-        """Look at the update of a check. A check without update is dropped, such as one that overflows in fp16.
+        """Look at the update of a check. A check without update is dropped, such as after an overflow in fp16.
 
         Raises:
             WatchError: on all ranks, with the verdict.
@@ -190,7 +190,7 @@ class Watch(BuiltInPart):
         self._judge(training, self.updates.end(training))
 
     def before_save(self, training: Training) -> None:
-        """Compare the replicas, and confirm the state where the whole check of this step has passed.
+        """Compare the replicas, and confirm the state if the whole check of this step has passed.
 
         Raises:
             WatchError: on all ranks, with the verdict.
@@ -240,7 +240,7 @@ class Watch(BuiltInPart):
         whole = True
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
-            is_full = self.run.plan.samples(pending.step) == self.run.plan.global_batch  # few samples vary more
+            is_full = self.run.plan.samples(pending.step) == self.run.plan.global_batch  # fewer samples vary more
             for number, history in enumerate(self.histories):
                 if is_full and (text := history.add([(row.loss, row.norm)[number] for row in rows])):
                     inside.tell(f"warning: step {step + 1}: {text}")
@@ -285,7 +285,7 @@ class Watch(BuiltInPart):
         grads = {name: sharded_tensor.local(p.grad) for name, p in named if p.grad is not None}
         return fold(grads) if grads and self.replicas.are_there else torch.zeros(2, dtype=torch.int64)
 
-    # ---- where something differs
+    # ---- if something differs
 
     def _judge(self, inside: Inside, verdict: Verdict | None) -> None:
         if verdict is not None:
@@ -300,11 +300,11 @@ class Watch(BuiltInPart):
             self._fire(at, verdict, None, {"state": self.replicas.digests})
 
     def _with_code(self, inside: Inside, verdict: Verdict) -> Verdict:
-        """The verdict on weights that differ, where Parts of the user may have written them. A collective."""
+        """The verdict on weights that differ, if Parts of the user may have written them. A collective."""
         return blamed_on_parts(verdict, of_all(self.run.world, dict(inside.writes)), inside.parts)
 
     def _check_shares(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> bool:
-        """Compare the shares. Returns whether that was possible, so that the check is whole."""
+        """Compare the shares. Returns whether that was possible, so that the check is complete."""
         world, share = inside.state.world, _share(pending)
         is_first, self.has_repeated = not self.has_repeated, True
         itself = [rank for rank, row in enumerate(rows) if row.differs_from_itself]
@@ -320,7 +320,7 @@ class Watch(BuiltInPart):
             return True
         owner, recomputer = wrong[0]
         one, two = rows[owner].own, rows[recomputer].other
-        if owner == recomputer and world.size > 1:  # it differs from itself: what it computed before the step
+        if owner == recomputer and world.size > 1:  # it differs from itself: its result from before the step
             twice, device = pending.again, world.device
             again = [*twice.loss(device).tolist(), *twice.gradient(device).tolist()] if twice else []
             two = (*one[:2], *of_all(self.run.world, again)[owner])
@@ -329,10 +329,10 @@ class Watch(BuiltInPart):
 
     def _resolve(self, inside: Inside, pending: _Pending, dispute: Dispute) -> bool:
         if self._draws_differ():
-            self.recomputes = False  # the loader still reads the shares: it has been asked for later steps already
+            self.recomputes = False  # the loader still reads the shares: later steps are already requested
             inside.tell(
-                f"warning: step {pending.step + 1}: the watch compares replicas alone from here on: the model or the "
-                "task draws from a generator of its own, whose state differs by rank. Draw from torch's global "
+                f"warning: step {pending.step + 1}: from here on, the watch only compares replicas: the model or the "
+                "task draws from its own generator, whose state differs by rank. Draw from torch's global "
                 "generator, which Lockstep seeds for each pass"
             )
             return False
@@ -350,22 +350,22 @@ class Watch(BuiltInPart):
         return False
 
     def _draws_differ(self) -> bool:
-        """True if generators of the model or the task have other states on other ranks. A collective."""
+        """True if generators of the model or the task have different states on different ranks. A collective."""
         forward = self.run.state.strategy.unwrapped
         states = [state_of(one) for one in own_generators([*forward.modules(), self.run.task])]
         found = of_all(self.run.world, [one.tolist() if isinstance(one, Tensor) else repr(one) for one in states])
         return any(one != found[0] for one in found)
 
     def _let_round(self, inside: Inside, pending: _Pending) -> None:
-        """From now on, results are compared within what rounding explains."""
+        """From now on, compare results within what rounding explains."""
         self.noise = Noise()
         experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
         share = dataclasses.replace(_share(pending), rank=0)
         name = experiments.unstable_operation(share)
         inside.tell(
-            f"warning: step {pending.step + 1}: a micro-batch has another loss or gradient when it is computed again"
+            f"warning: step {pending.step + 1}: a micro-batch has a different loss or gradient when recomputed"
             f"{f', first in {name}' if name else ''}: the model or its kernels are not deterministic. From here on, "
-            "the watch compares within what rounding explains; compute.deterministic=true compares bits"
+            "the watch compares up to rounding; compute.deterministic=true compares bits"
         )
 
     def _check_with_noise(self, inside: Inside, pending: _Pending, pairs: Sequence[tuple[int, int]]) -> bool:
@@ -383,7 +383,7 @@ class Watch(BuiltInPart):
         for mine, _, twice in found:
             noise.add(mine, twice)
         if noise.of_loss > ROUNDING and not is_known:
-            what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws numbers without a seed"
+            what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws unseeded numbers"
             inside.tell(f"warning: step {pending.step + 1}: {what}, or its terms cancel. No check confirms this run")
         for owner, recomputer in pairs:
             one, two = found[owner][0], found[recomputer][1]
@@ -393,9 +393,9 @@ class Watch(BuiltInPart):
         return is_known and noise.of_loss <= ROUNDING
 
     def _check_exchange(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> None:
-        """Compare the gradients after the exchange: replicas with each other, and all with what the ranks gave."""
+        """Compare the gradients after the exchange: replicas with each other, and all with the ranks' inputs."""
         state, own, shards = inside.state, pending.own, [row.shard for row in rows]
-        before = "gradients were right before they were exchanged, as another rank has computed them again"
+        before = "gradients were correct before the exchange, because another rank computed them again"
         if different := differing_replicas(shards, [row.reduced for row in rows]):
             self._link(pending, different, f"{before}, and differ afterwards on {named(different)}", "")
         if own is None or not pending.summed or not self.sees_exchange:
@@ -413,9 +413,9 @@ class Watch(BuiltInPart):
         trial(state, dataclasses.replace(pending.micro_batch), _share(pending), pending.leaves)
         handle.remove()
         gradient = given[0] if given else None
-        is_one = self.run.plan.count(pending.step) == 1  # with accumulation, a trial is not all that a rank gave
+        is_one = self.run.plan.count(pending.step) == 1  # with accumulation, a trial is not the rank's whole input
         wrong = exchange.wrong_shards(state, found, gradient, count, shards[state.world.rank]) if is_one else []
-        text = f"{before}. Afterwards the gradient of {found.name} is not the mean of what the ranks gave"
+        text = f"{before}. Afterwards the gradient of {found.name} is not the mean of the ranks' gradients"
         self._link(pending, wrong, f"{text}{f', on {named(wrong)}' if wrong else ''}", found.name)
 
     def _link(self, pending: _Pending, ranks: Sequence[int], text: str, name: str) -> None:
@@ -426,15 +426,15 @@ class Watch(BuiltInPart):
     def _fire(self, step: int, verdict: Verdict, micro_batch: MicroBatch | None, facts: Mapping[str, Any]) -> None:
         where = evidence.write(self.run, step, micro_batch, facts, verdict)
         confirmed = self.run.confirmed_step
-        so_far = "No check had passed before" if confirmed is None else f"The run is confirmed up to step {confirmed}"
+        so_far = "No earlier check had passed" if confirmed is None else f"The run is confirmed up to step {confirmed}"
         remedies = {
-            "device": "take this machine out, and let its maker's diagnostics run",
-            "memory": "take this machine out, and let its maker's diagnostics run",
-            "link": "look at the counters of errors of this link, and take the machine out if it happens again",
-            "code": "let Task, model and Parts do the same on all ranks; lockstep verify looks for more",
-            "not deterministic": "compute.deterministic=true names the kernels; lockstep verify looks for more",
-            "unclear": "start three ranks, or exchange one of the machines; lockstep doctor check-device looks at each",
-            "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",
+            "device": "take this machine out, and run its vendor's diagnostics",
+            "memory": "take this machine out, and run its vendor's diagnostics",
+            "link": "check the error counters of this link, and take the machine out if it happens again",
+            "code": "make Task, model and Parts behave the same on all ranks; lockstep verify finds more",
+            "not deterministic": "compute.deterministic=true names the kernels; lockstep verify finds more",
+            "unclear": "start three ranks, or replace one of the machines; lockstep doctor check-device tests each",
+            "data": "make all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(
             f"{verdict.kind}: {verdict.text}. {so_far}. Nothing is saved{where}",
@@ -460,11 +460,11 @@ def _extra_plans(plan: StepPlan, due: Due, rank: int) -> Callable[[int], Sequenc
 
 
 def _why_no_recomputation(run: Run) -> str:
-    """Why shares cannot be computed again; empty where they can, or where it is not wanted."""
+    """Why shares cannot be computed again; empty if they can, or if it is not wanted."""
     if not run.config.watch.recompute:
         return "watch.recompute=false"
     if run.task.players:
-        return "players update in turn, so that a loss depends on the updates before it in the same step"
+        return "optimizers alternate, so a loss depends on earlier updates in the same step"
     if needs_global_batch(run.task):
         return "the loss needs the samples of all ranks at once"
     if run.config.compute.uses_cuda_graphs:

@@ -1,4 +1,4 @@
-"""Steps of a run again, in this process: from a checkpoint or from the beginning, to any step."""
+"""Repeats steps of a run in this process: from a checkpoint or from the beginning, up to any step."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lockstep.watch.state import state_digest, state_tensors
 from lockstep.watch.verdict import Kind
 
 _FARTHER = 2.0
-"""A rank is at fault if its state is so many times farther from the right one than those of the others."""
+"""A rank is at fault if its state is this many times farther from the correct one than the others'."""
 Rebuild = Callable[[Checkpoint | None], Run]
-"""Makes a run anew at a checkpoint, with its state loaded; or at its beginning. All ranks call it."""
+"""Builds a run again from a checkpoint, with its state loaded; or from its beginning. All ranks call it."""
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step that was made again."""
+    """A repeated step."""
 
     step: int
-    """Steps that are done."""
+    """Number of finished steps."""
     result: StepResult
     """The losses of this rank, the samples, and the norm of the gradient."""
     loss: dict[str, float]
-    """By head: the loss per unit of the global batch, over all ranks, as the log has it."""
+    """By head: the loss per unit of the global batch, over all ranks, as in the log."""
     grad_norm: float | None
 
 
@@ -47,11 +47,11 @@ def steps(
     until: int,
     around: Callable[[int, list[MicroBatch]], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Iterator[ReplayedStep]:
-    """Make steps again, from `run.state.step` to `until`. All ranks of `run` iterate alike. Nothing is written.
+    """Repeat steps, from `run.state.step` to `until`. All ranks of `run` iterate together. Nothing is written.
 
     Args:
-        run: as a `Rebuild` makes it. It is not the run that trains: its model and its optimizer are its own.
-        around: a context around each step, from its number (the first step of a training is 1) and its micro-batches.
+        run: from a `Rebuild`. It is not the run that trains: it has its own model and optimizer.
+        around: makes a context around each step from its number (the first step is 1) and its micro-batches.
     """
     state = run.state
     set_training_mode(state.strategy)
@@ -63,7 +63,7 @@ def steps(
             heads = sorted({head for losses in result.losses for head in losses})
             own = [
                 sum(
-                    float(losses[head])  # where players update in turn, each has its own
+                    float(losses[head])  # alternating optimizers each have their own
                     for losses, counts in zip(result.losses, result.counted, strict=True)
                     if counts and head in losses
                 )
@@ -77,7 +77,7 @@ def steps(
 
 
 def nearest(folder: Path, step: int) -> Checkpoint | None:
-    """The newest checkpoint of at most `step` steps. None: there is none, and the run begins at its beginning."""
+    """The newest checkpoint of at most `step` steps. None: there is none, and the run starts from the beginning."""
     return next((one for one in store.listed(folder) if one.step <= step), None)
 
 
@@ -88,20 +88,20 @@ def digests(run: Run) -> dict[str, Digest]:
 
 @dataclass(frozen=True)
 class _Again:
-    """Steps that were made again on this rank."""
+    """Repeated steps on this rank."""
 
     digests: dict[str, Digest]
-    """Of the state that they give."""
+    """Of their final state."""
     far: float
-    """How far the state is from it that this rank holds (2-norm)."""
+    """The distance of that state from the one that this rank holds (2-norm)."""
     traces: list[tuple[list[int], list[int]]]
     """By step: digests of the state before its update, and of the gradients after their exchange."""
 
 
 def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
-    """The steps from the last checkpoint that is confirmed to `step`, again.
+    """Repeat the steps from the last confirmed checkpoint to `step`.
 
-    All ranks loaded the same state at this start, and steps before it may have had another config.
+    All ranks loaded the same state at this start, and earlier steps may have had a different config.
     """
     known, last = run.folder != Path(), max(confirmed, run.first_step)
     checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", last)) if known else None
@@ -122,7 +122,7 @@ def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
 
 
 def _parted_by_exchange(groups: Sequence[Sequence[_Again]]) -> bool:
-    """True if ranks that hold the same rows part in the gradients after an exchange, and had the same state before."""
+    """True if ranks with the same rows diverge in the gradients after an exchange, from the same state."""
     for group in groups:
         for of_ranks in zip(*(one.traces for one in group), strict=False):
             if any(state != of_ranks[0][0] for state, _ in of_ranks):
@@ -135,12 +135,12 @@ def _parted_by_exchange(groups: Sequence[Sequence[_Again]]) -> bool:
 def judged_by_replay(
     run: Run, rebuild: Rebuild, step: int, held: dict[str, Digest], shard: int, ranks: tuple[int, ...]
 ) -> tuple[Kind, tuple[int, ...], str]:
-    """Who is at fault where ranks hold other states after `step` steps: kind, ranks, and how it is known.
+    """Who is at fault if ranks hold different states after `step` steps: kind, ranks, and the evidence.
 
     Args:
         held: the digests of the state that this rank holds.
         shard: ranks with the same number hold the same rows.
-        ranks: those that hold another state than most, or all of them where there is no majority.
+        ranks: those whose state differs from the majority's, or all of them if there is no majority.
     """
     world = run.world
     confirmed = -1 if run.confirmed_step is None else run.confirmed_step
@@ -148,7 +148,7 @@ def judged_by_replay(
         again = _replayed(run, rebuild, step, confirmed)
         found = world.broadcast(world.gather((shard, held, again)))
     except torch.OutOfMemoryError:
-        return "unclear", (), "There was no memory to make the steps again"
+        return "unclear", (), "There was not enough memory to repeat the steps"
     by_shard: dict[int, list[int]] = {}
     for rank, (of_shard, _, _) in enumerate(found):
         by_shard.setdefault(of_shard, []).append(rank)
@@ -163,11 +163,11 @@ def judged_by_replay(
         return (
             "memory",
             guilty,
-            f"Made again, the steps give the state of the other ranks: the memory or the device of {names}",
+            f"Repeated, the steps give the state of the other ranks: the memory or the device of {names}",
         )
     alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
     if _parted_by_exchange([[found[rank][2] for rank in group] for group in by_shard.values()]):
-        return "link", alone, "Made again, the steps part the ranks again, in the gradients after their exchange"
+        return "link", alone, "Repeated, the steps make the ranks diverge again, in the gradients after their exchange"
     for suspect in ranks[:2]:
         with posing_as(suspect):
             posed = _replayed(run, rebuild, step, confirmed).digests
@@ -176,19 +176,20 @@ def judged_by_replay(
             return (
                 "code",
                 (suspect,),
-                f"All ranks come to the state of rank {suspect} when they are told that they are rank {suspect}",
+                f"All ranks reach the state of rank {suspect} when they run as rank {suspect}",
             )
-    return ("device" if alone else "unclear"), alone, "Made again, the steps part the ranks again"
+    return ("device" if alone else "unclear"), alone, "Repeated, the steps make the ranks diverge again"
 
 
 def _farthest(far: Sequence[float]) -> tuple[Kind, tuple[int, ...], str]:
-    """Who is at fault where no rank has the state that the steps give when they are made again.
+    """Who is at fault if no rank has the state that the repeated steps give.
 
-    The gradients of a wrong state reach all ranks with the next exchange. The rank that was wrong first is farther.
+    The gradients of a wrong state reach all ranks with the next exchange. The rank that was wrong first is farther
+    away.
     """
-    text = "Made again, the steps give a state that no rank has"
+    text = "Repeated, the steps give a state that no rank has"
     rank = max(range(len(far)), key=far.__getitem__)
     next_one = sorted(far)[-2] if len(far) > 1 else 0.0
     if far[rank] > _FARTHER * next_one:
         return "memory", (rank,), f"{text}, and rank {rank} is farther from it than the others"
-    return "unclear", (), f"{text}, and which no rank is much nearer to"
+    return "unclear", (), f"{text}, and no rank is much closer to it"

@@ -1,4 +1,4 @@
-"""What `lockstep replay` shows: a step made again, beside what the log has of it."""
+"""The output of `lockstep replay`: a repeated step, compared with its entry in the log."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Wants:
-    """What is asked for besides the step itself."""
+    """What is requested in addition to the step itself."""
 
     rank: int | None = None
-    """The rank whose micro-batches are computed by themselves. None: no rank."""
+    """The rank whose micro-batches are computed separately. None: no rank."""
     ranks: int | None = None
     """The number of ranks that trained. None: as many as now."""
     samples: bool = False
@@ -38,7 +38,7 @@ class Wants:
 
 @dataclass
 class Step:
-    """A step that was made again."""
+    """A repeated step."""
 
     step: int
     epoch: float
@@ -52,17 +52,17 @@ class Step:
 
 @dataclass
 class Report:
-    """The steps that were made again, and what is known of the last of them."""
+    """The repeated steps, and what is known about the last one."""
 
     run: str
     ranks: int
     began_at: int
-    """Steps of the checkpoint from which it went on; 0: from the beginning."""
+    """Steps of the checkpoint from which it resumed; 0: from the beginning."""
     steps: list[Step] = field(default_factory=list)
     coefficients: dict[str, float] = field(default_factory=dict)
     """Factors of the losses by head; 1 for heads that are not here."""
     logged: dict[str, float] = field(default_factory=dict)
-    """The entry of the log that has the last step; empty: none has it."""
+    """The entry of the log that includes the last step; empty: there is none."""
     logged_from: int = 0
     """The first step of this entry."""
     digests: dict[str, Digest] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class Report:
 
 
 def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]) -> Report:
-    """Make the steps of `run` again, up to a step. All ranks call it.
+    """Repeat the steps of `run` up to a step. All ranks call it.
 
     Args:
-        after: makes the run as a checkpoint has it after `step`; None where there is no such checkpoint.
-        tell: says what is about to be done.
+        after: builds the run from a checkpoint after `step`; None if there is no such checkpoint.
+        tell: reports what comes next.
 
     Raises:
         UsageError: there is no such rank.
@@ -89,7 +89,9 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     ranks_then = wants.ranks or run.world.size
     if wants.rank is not None and wants.rank >= ranks_then:
         remedy = "ranks are counted from 0; --ranks is the number that trained, by default as many as now"
-        raise UsageError(f"{ranks_then} ranks have no rank {wants.rank}", where=f"--rank {wants.rank}", remedy=remedy)
+        raise UsageError(
+            f"there is no rank {wants.rank} among {ranks_then} ranks", where=f"--rank {wants.rank}", remedy=remedy
+        )
     if run.world.tensor > 1 and (wants.samples or wants.rank is not None):
         run.config.parallel.without_mesh("replay --samples or --rank", "replay on one rank: --nproc 1")
     report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
@@ -98,7 +100,7 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     count = step - run.state.step
     steps = "1 step" if count == 1 else f"{count} steps"
     ranks = "1 rank" if run.world.size == 1 else f"{run.world.size} ranks"
-    tell(f"making {steps} of {run.folder} again, from {where}, on {ranks}")
+    tell(f"repeating {steps} of {run.folder}, from {where}, on {ranks}")
 
     @contextlib.contextmanager
     def around(number: int, micro_batches: list[MicroBatch]) -> Generator[None, None, None]:
@@ -110,7 +112,7 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
         if wants.samples:
             report.samples = sorted(shares.samples(run, micro_batches[0]), key=_size, reverse=True)
         if wants.debugger:
-            print("before the step: run, micro_batches and run.state are here; c makes the step")
+            print("before the step: run, micro_batches and run.state are available; c runs the step")
             breakpoint()  # noqa: T100 - the user asks for it
         with _profiled(run, wants.profile):
             yield
@@ -151,13 +153,13 @@ def _compared(run: Run, saved: Run | None) -> str:
     gathered = run.world.broadcast(run.world.gather(differing))
     names = list(dict.fromkeys(name for of_rank in gathered for name in of_rank))
     if not names:
-        return f"the same bits as checkpoint {run.state.step}"
-    what = f"{len(names)} of {len(own)} tensors have other bits than in checkpoint {run.state.step}"
+        return f"bitwise equal to checkpoint {run.state.step}"
+    what = f"{len(names)} of {len(own)} tensors differ from checkpoint {run.state.step}"
     return f"{what}, the first is {names[0]}"
 
 
 def _entry(run: Run, step: int) -> tuple[dict[str, float], int]:
-    """The entry of the log that has a step, and its first step. Of a step that was made several times, the last."""
+    """The log's entry for a step, and its first step. For a step that ran several times, the last one."""
     found: dict[int, dict[str, float]] = {}
     with contextlib.suppress(OSError):
         for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -197,7 +199,7 @@ def text(report: Report) -> str:
     """The report for a terminal."""
     lines = ["    step     epoch          units              loss         grad norm           lr"]
     if len(report.steps) > _SHOWN:
-        lines.append(f"     ...  {len(report.steps) - _SHOWN} steps before")
+        lines.append(f"     ...  {len(report.steps) - _SHOWN} earlier steps")
     for one in report.steps[-_SHOWN:]:
         units = max(one.units.values(), default=0.0)
         norm = "none" if one.grad_norm is None else f"{one.grad_norm:.9g}"
@@ -212,10 +214,10 @@ def text(report: Report) -> str:
     if report.saved:
         lines.append(f"this state: {report.saved}")
     if report.parts:
-        lines += ["", f"micro-batches of rank {report.rank}, each by itself, before gradients are exchanged:"]
+        lines += ["", f"micro-batches of rank {report.rank}, each separately, before gradients are exchanged:"]
         lines += _parts(report.parts)
     if report.samples:
-        title = "samples, each by itself in evaluation mode, by their loss"
+        title = "samples, each separately in evaluation mode, by their loss"
         lines += [
             "",
             title + (f": the {2 * _SHOWN} largest of {len(report.samples)}" if len(report.samples) > 20 else ""),
@@ -230,13 +232,13 @@ def _beside_log(report: Report) -> list[str]:
         return ["the log has no entry of this step"]
     until = int(logged["step"])
     window = [one for one in report.steps if report.logged_from <= one.step <= until]
-    lines = [f"the log's entry has the steps {report.logged_from} to {until}:"]
+    lines = [f"the log's entry covers steps {report.logged_from} to {until}:"]
     complete = last.step == until and len(window) == until - report.logged_from + 1
     if complete:
         lines.append(_beside("loss", _mean(window, report.coefficients), logged.get("train/loss")))
     else:
         lines.append(
-            f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps, not all of which were made again"
+            f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps; not all of them were repeated"
         )
     if last.step == until:
         lines.append(_beside("gradient norm", last.grad_norm, logged.get("train/grad_norm")))
@@ -244,7 +246,8 @@ def _beside_log(report: Report) -> list[str]:
 
 
 def _mean(window: Sequence[Step], coefficients: Mapping[str, float]) -> float:
-    """The mean over the units of some steps, by head, and the sum over heads. A player may have no turn in a step."""
+    """The mean over the units of some steps, by head, and the sum over heads. An optimizer may have no turn in a
+    step."""
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     for one in window:

@@ -1,4 +1,4 @@
-"""Replicas of the state: weights, optimizer state and averages that several ranks hold must be the same bits."""
+"""Replicas of the state: weights, optimizer state and averages on several ranks must be bitwise equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.watch.verdict import Verdict
 
 
 def differing_replicas(shards: Sequence[int], values: Sequence[tuple[int, int]]) -> list[int]:
-    """The ranks that hold other values than the most ranks with the same shard; all of them, where none are most."""
+    """The ranks whose values differ from the majority of those with the same shard; all of them without a majority."""
     found: list[int] = []
     for shard in sorted(set(shards)):
         ranks = [rank for rank, one in enumerate(shards) if one == shard]
@@ -30,7 +30,7 @@ def differing_replicas(shards: Sequence[int], values: Sequence[tuple[int, int]])
 
 
 class Replicas:
-    """Compares the state of the ranks, and says who is at fault."""
+    """Compares the state of the ranks, and determines who is at fault."""
 
     def __init__(self, state: TrainState) -> None:
         sharded = next((p for p in state.strategy.unwrapped.model.parameters() if sharded_tensor.is_sharded(p)), None)
@@ -38,15 +38,15 @@ class Replicas:
         self.shard = 0 if mesh is None else int(mesh.get_local_rank("shard"))
         """Ranks with the same number hold the same rows."""
         self.are_there = state.world.size > (1 if mesh is None else int(mesh.size(mesh.mesh_dim_names.index("shard"))))
-        """False if each row is held by one rank alone."""
+        """False if only one rank holds each row."""
         self.digests: Any = None
         """Of each tensor on this rank, after a difference was found."""
 
     def verdict(self, run: Run, step: int, rebuild: Callable[[Any], Run] | None) -> Verdict:
-        """Who holds another state, after `step` steps. All ranks call it.
+        """Who holds a different state after `step` steps. All ranks call it.
 
-        The steps since the last good checkpoint are made again, on all ranks: they say which of two states is right,
-        and whether the difference comes again.
+        All ranks repeat the steps since the last good checkpoint: the result shows which of two states is correct, and
+        whether the difference comes again.
         """
         tensors = state_tensors(run.state)
         self.digests = digests(tensors)

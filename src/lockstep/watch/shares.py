@@ -1,4 +1,4 @@
-"""A step in its parts: the micro-batches of a rank, and single samples, with their losses and gradient norms."""
+"""The parts of a step: the micro-batches of a rank, and single samples, with their losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lockstep.watch.trial import Share, detail, read
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step, computed by itself."""
+    """A part of a step, computed separately."""
 
     name: str
     """Which micro-batch, or which sample: its file, if the data set knows the file."""
     indices: tuple[int, ...]
     units: dict[str, float]
-    """By head; under `SAMPLES` for all heads where the unit is the sample."""
+    """By head; under `SAMPLES` for all heads if the unit is the sample."""
     loss: dict[str, float]
     """By head: per unit."""
     grad_norm: float
     """Of the gradient of the mean over the units of this part."""
     is_filler: bool = False
-    """Computed, and not counted."""
+    """Computed, but not counted."""
 
 
 def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[Part]:
-    """The micro-batches of the next step that a rank has, computed with the seeds of that rank. All ranks call it.
+    """The micro-batches of a rank in the next step, computed with the seeds of that rank. All ranks call it.
 
     Args:
         rank: of `ranks` ranks, which need not be those of this process.
-        like: a micro-batch of the training, whose way to the device the others take.
+        like: a micro-batch of the training; the others are moved to the device like it.
     """
     plan = replace(run.plan, world=ranks)
     found = []
@@ -46,10 +46,10 @@ def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[Part]:
 
 
 def samples(run: Run, like: MicroBatch) -> list[Part]:
-    """The samples of the next step, each computed alone, in evaluation mode. All ranks call it.
+    """The samples of the next step, each computed separately, in evaluation mode. All ranks call it.
 
-    Ranks share the work, but for sharded models, of which all ranks compute each sample. In evaluation mode the samples
-    do not depend on each other, and nothing is drawn.
+    Ranks share the work, except for sharded models: all ranks compute each of their samples. In evaluation mode the
+    samples do not depend on each other, and nothing is drawn.
 
     Returns:
         all samples, on every rank, in the order of the step.

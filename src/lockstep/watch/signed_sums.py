@@ -1,4 +1,4 @@
-"""Sums with random signs, which are linear in the numbers: they check what an exchange has added up."""
+"""Sums with random signs, which are linear in the numbers: they check the result of an exchange."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
-    """`SIGNS` sums of all elements, each with random signs by place, and the sum of squares: float64 on the device.
+    """`SIGNS` sums of all elements, each with random signs by position, and the sum of squares: float64 on the device.
 
-    A sum of random signs of a difference d is about |d|_2 in size (Alon, Matias and Szegedy 1996). The sums of a mean
-    are the mean of the sums, so that they also check what an exchange has added up.
+    A random-sign sum of a difference d is about |d|_2 in size (Alon, Matias and Szegedy 1996). The sums of a mean are
+    the mean of the sums, so they can also check the result of an exchange.
 
     Args:
         start: place of the first element in a larger tensor.

@@ -1,4 +1,4 @@
-"""The state that replicas must have alike: weights, optimizer state and averages."""
+"""The state that replicas must share: weights, optimizer state and averages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.parts.digest import fold
 from lockstep.parts.replicas import tensors_of_state
 
 TURNS = 2
-"""So many checks look at all that there is."""
+"""This many checks cover everything."""
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:
-    """The tensors that replicas have alike, by name; of sharded tensors this rank's rows.
+    """The tensors that replicas share, by name; of sharded tensors, this rank's rows.
 
     Buffers are left out: every rank gets those of rank 0 before each step.
     """
@@ -33,12 +33,12 @@ def state_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def in_turn(tensors: Mapping[str, Tensor], check: int) -> list[str]:
-    """The names of those that a check looks at: about half of the elements, and the others at the next check."""
+    """The names of those that a check examines: about half of the elements, and the others at the next check."""
     return sorted(tensors, key=lambda name: (-tensors[name].numel(), name))[check % TURNS :: TURNS]
 
 
 def state_digest(state: TrainState, check: int | None = None) -> Tensor:
-    """The digest of all these tensors, or of those that are looked at in a check: two int64."""
+    """The digest of all these tensors, or of those that a check examines: two int64."""
     tensors = state_tensors(state)
     tensors = tensors if check is None else {name: tensors[name] for name in in_turn(tensors, check)}
     here = {name: tensor for name, tensor in tensors.items() if tensor.device.type == state.world.device.type}

@@ -1,4 +1,4 @@
-"""A pass beside the training: the forward and backward pass of a micro-batch, as any rank would make them."""
+"""A pass outside the training: the forward and backward pass of a micro-batch, as any rank would run them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Alone:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The first micro-batch of a rank in a step, and what its losses are divided by."""
+    """The first micro-batch of a rank in a step, and the divisor of its losses."""
 
     rank: int
     step: int
@@ -47,7 +47,7 @@ class Share:
 
 @contextlib.contextmanager
 def _restored_numbers(task: Any) -> Generator[None, None, None]:
-    """At the end, numbers and tensors that are attributes of the task are as before: a loss may count its calls."""
+    """At the end, numbers and tensors in attributes of the task are restored: a loss may count its calls."""
     attributes = getattr(task, "__dict__", {})
     kept = {name: one for name, one in attributes.items() if isinstance(one, int | float | Tensor)}
     values = [(one, one.clone()) for one in kept.values() if isinstance(one, Tensor)]
@@ -64,7 +64,7 @@ def trial(
 ) -> Seen:
     """Compute the first micro-batch of a rank as that rank does. With shards, all ranks call it.
 
-    Model, gradients, buffers, metrics, random generators, and numbers that the task keeps are as before afterwards.
+    Afterwards, model, gradients, buffers, metrics, random generators, and numbers in the task are restored.
 
     Args:
         leaves: of `Strategy.leaves`.
@@ -95,10 +95,10 @@ def detail(state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Map
 
 
 def read(micro_batches: MicroBatches, plan: MicroBatchPlan, like: MicroBatch, device: torch.device) -> MicroBatch:
-    """Read a micro-batch in this process, and leave the random generators as they are.
+    """Read a micro-batch in this process, and leave the random generators unchanged.
 
     Args:
-        like: a micro-batch of the training, whose way to the device the other takes.
+        like: a micro-batch of the training; this one is moved to the device like it.
     """
     with restored_generators(device):
         found = micro_batches[plan]

@@ -1,6 +1,6 @@
-"""The update of rows that one rank holds alone: it is made a second time beside the training, and its rows must rest.
+"""The update of rows that only one rank holds: it is repeated outside training, and its rows must not change later.
 
-What the optimizer makes of a parameter is compared with what the same class makes of copies of the parameter, its
+The optimizer's result for a parameter is compared with what the same class computes from copies of the parameter, its
 gradient and its state. Until the next update, the rows must not change. And all ranks update the same rows of rank 0.
 Parameters take turns from check to check, and are copied one at a time.
 """
@@ -29,20 +29,20 @@ from lockstep.watch.verdict import Verdict, named, same_bits, who
 _SAMPLE = 1 << 16
 """Elements of rank 0 that all ranks update."""
 Values = dict[str, Any]
-"""A parameter, its gradient, and what the optimizer keeps for it: under its own names."""
+"""A parameter, its gradient, and the optimizer's state for it, by name."""
 WEIGHT, GRADIENT = "weight", "gradient"
 Place = tuple[str, int, int, Any]
-"""A parameter that is trained: its name, the number of its optimizer, of its group there, and the parameter."""
+"""A trained parameter: its name, the number of its optimizer, of its group there, and the parameter."""
 Sample = tuple[str, int, int, Values, set[str]]
-"""Rows of rank 0: name, member, group, values, and what stays in the memory of the host."""
+"""Rows of rank 0: name, member, group, values, and what stays in host memory."""
 
 
 def made(optimizer: torch.optim.Optimizer, group: int, values: Values) -> dict[str, Tensor]:
-    """What an update makes of `values`, which it changes in place. The optimizer itself stays as it is.
+    """What an update makes of `values`, which it changes in place. The optimizer itself is unchanged.
 
     Args:
         optimizer: of `torch.optim`. The update has its class and options. Hooks are not called.
-        group: number of the group whose options count.
+        group: number of the group whose options apply.
     """
     options, parameter = optimizer.param_groups[group], nn.Parameter(values[WEIGHT])
     parameter.grad = values[GRADIENT]
@@ -59,7 +59,7 @@ def made(optimizer: torch.optim.Optimizer, group: int, values: Values) -> dict[s
 
 
 class Updates:
-    """Makes the update of a check again, and looks at its rows until the next update. All ranks call it alike."""
+    """Repeats the update of a check, and watches its rows until the next update. All ranks make the same calls."""
 
     def __init__(self, run: Run, *, is_on: bool) -> None:
         self.run, self.world = run, run.world
@@ -71,31 +71,31 @@ class Updates:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         ]
-        self.why_not = "" if is_on else "it is not wanted"
+        self.why_not = "" if is_on else "it is switched off"
         self.confirmed: deque[int | None] = deque(maxlen=TURNS)
-        """What was confirmed before the last checks, which look at all updates together."""
+        """What was confirmed before the last checks, which cover all updates together."""
         self.checks = 0
-        """So many looked at an update. Others had none, because it was skipped."""
+        """The number of checks that examined an update. Others had none, because it was skipped."""
         self.handle: Any = None
         self.looked: list[Place] = []
-        """What the last check looks at."""
+        """What the last check examines."""
         self.expected: list[Tensor] | None = None
         """What the update must make of it: digests. None: there was no update."""
         self.sample: Sample | None = None
         self.answer: list[int] = []
-        """The digest of what this rank has made of the sample."""
+        """The digest of this rank's result for the sample."""
         self.rest: list[list[int]] | None = None
-        """What must not change until the next update: see `_now`. None: nothing is looked at."""
+        """What must not change until the next update: see `_now`. None: nothing is watched."""
         self.has_rested = False
-        """True after the first time between two updates that was looked at."""
+        """True after the first interval between two updates was examined."""
 
     def begin(self, inside: Inside) -> None:
-        """Look at the update of the step that begins, after all that changes its gradients."""
+        """Examine the update of the step that begins, after everything that changes its gradients."""
         self.expected = None
         optimizer, confirmed = self.run.state.optimizer, self.run.confirmed_step
         if not self.why_not and (why := _why_not(optimizer)):
             self.why_not = why
-            inside.tell(f"note: the watch does not look at updates: {why}")
+            inside.tell(f"note: the watch does not check updates: {why}")
         if not self.why_not:
             self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, confirmed))
 
@@ -112,7 +112,7 @@ class Updates:
                 self.answer = self._answered()
 
     def _made_again(self, one: Place) -> Tensor:
-        """The digest of what its update makes of copies of pieces, which are let go of."""
+        """The digest of what its update makes of copies of pieces, which are released."""
         values = self._values(one)
         size, is_whole = values[WEIGHT].numel(), not all(each.is_contiguous() for each in _tensors(values).values())
         length = size if is_whole else piece_length(values[WEIGHT].device)
@@ -126,14 +126,14 @@ class Updates:
 
     @torch.no_grad()  # so that `to_local` is a look-up
     def _values(self, one: Place) -> Values:
-        """The rows of this rank and their state, in the memory in which they are."""
+        """The rows of this rank and their state, in place."""
         _, member, _, parameter = one
         found = {GRADIENT: parameter.grad, **self.members[member].state.get(parameter, {})}
         kept = {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
         return kept | {WEIGHT: local(parameter).detach()}
 
     def _taken(self, number: int) -> Sample | None:
-        """Rows of this rank, others at each check."""
+        """Rows of this rank, different ones at each check."""
         if not self.looked:
             return None
         turn, place = divmod(number, len(self.looked))
@@ -143,7 +143,7 @@ class Updates:
         return *self.looked[place][:3], _cut(values, first, _SAMPLE), on_host
 
     def _answered(self) -> list[int]:
-        """The digest of what this rank makes of the sample."""
+        """The digest of this rank's result for the sample."""
         if self.sample is None:
             return [0, 0]
         _, member, group, values, on_host = self.sample
@@ -151,7 +151,7 @@ class Updates:
         return fold(made(self.members[member], group, copies)).tolist()
 
     def end(self, inside: Inside) -> Verdict | None:
-        """After a step: the verdict on its update, if it was looked at. None: it is right."""
+        """After a step: the verdict on its update, if it was examined. None: it is correct."""
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.remove()
@@ -161,28 +161,28 @@ class Updates:
         expected = torch.stack([one.to(self.world.device) for one in self.expected]).tolist() if self.expected else []
         wrong = [number for number, row in enumerate(self.rest) if row[:2] != expected[number]]
         rows = gathered(self.world, [*wrong, -1][:1] + self.answer)
-        verdict = self._judged(inside, [row[0] for row in rows], wrong, "are not what its update makes of them again")
+        verdict = self._judged(inside, [row[0] for row in rows], wrong, "differ from a repetition of their update")
         return verdict or self._judged_by_sample([row[1:] for row in rows])
 
     def at_rest(self, inside: Inside) -> Verdict | None:
-        """Before an update: the verdict on rows that have changed since the last. None: none has."""
+        """Before an update: the verdict on rows that have changed since the last one. None: none have."""
         before, self.rest = self.rest, None
         if before is None:
             return None
-        # What an operation of torch has written counts, as of an embedding that is clipped.
+        # Writes by torch operations count as intended, such as for an embedding with a norm limit.
         pairs = enumerate(zip(self._now(inside), before, strict=True))
         wrong = [number for number, (now, old) in pairs if now[:2] != old[:2] and now[2:] == old[2:]]
         found, is_first, self.has_rested = gathered(self.world, [*wrong, -1][:1]), not self.has_rested, True
         return self._judged(inside, [row[0] for row in found], wrong, "have changed since the last update", is_first)
 
     def _now(self, inside: Inside) -> list[list[int]]:
-        """By parameter: the digest of what is looked at, and how often operations of torch have written it."""
+        """By parameter: the digest of what is examined, and how often torch operations have written it."""
         values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
         with inside.window.excluded():
             digests = torch.stack([_digest(of).to(self.world.device) for of in values]).tolist() if values else []
         found = []
         for pair, of, (_, member, _, parameter) in zip(digests, values, self.looked, strict=True):
-            # What is written through a sharded tensor counts there alone, and not in its rows.
+            # Writes through a sharded tensor only count there, and not in its rows.
             whole = [parameter, *_tensors(self.members[member].state.get(parameter, {})).values()]
             found.append([*pair, *(one._version for one in [*whole, *of.values()])])
         return found
@@ -190,12 +190,12 @@ class Updates:
     def _judged(
         self, inside: Inside, found: Sequence[int], wrong: Sequence[int], what: str, is_first: bool = False
     ) -> Verdict | None:
-        """The verdict, where ranks have rows that are wrong.
+        """The verdict if ranks have wrong rows.
 
         Args:
-            found: by rank, the number of its first parameter that is wrong, or -1.
+            found: by rank, the number of its first wrong parameter, or -1.
             wrong: all numbers of this rank.
-            is_first: it was never right before. On one rank alone, code is to blame then.
+            is_first: it was never correct before. On a single rank, code is to blame then.
         """
         ranks = tuple(rank for rank, number in enumerate(found) if number >= 0)
         if not ranks:
@@ -203,16 +203,16 @@ class Updates:
         names = of_all(self.world, [self.looked[number][0] for number in wrong])
         count = most_holders(names, of_all(self.world, [one[0] for one in self.looked]))
         if count > 1 or (len(ranks) == self.world.size and (self.world.size > 1 or is_first)):
-            self.rest, self.why_not = None, f"on each rank, rows {what}: code changes them beside the optimizer"
-            inside.tell(f"warning: step {inside.step}: the watch does not look at updates any more: {self.why_not}")
+            self.rest, self.why_not = None, f"on each rank, rows {what}: code outside the optimizer changes them"
+            inside.tell(f"warning: step {inside.step}: the watch no longer checks updates: {self.why_not}")
             return None
         of = "; ".join(f"rows of {names[rank][0]} on rank {rank}" for rank in ranks)
-        more = ", unless code writes weights outside of the optimizer, through .data" if count else ""
+        more = ", unless code writes weights outside the optimizer, through .data" if count else ""
         text = f"{of} {what}: the memory or the device of {named(ranks)}{more}"
         return Verdict("memory", ranks, text, names[ranks[0]][0], guilty=ranks)
 
     def _judged_by_sample(self, answers: Sequence[Sequence[int]]) -> Verdict | None:
-        """The verdict, where ranks make different rows of the same."""
+        """The verdict if ranks compute different rows from the same inputs."""
         if self.sample is None or all(one == answers[0] for one in answers):
             return None
         repeats = of_all(self.world, (bare(self._answered()), bare(self._answered())))
@@ -221,13 +221,13 @@ class Updates:
 
 
 def most_holders(wrong: Sequence[Sequence[str]], held: Sequence[Sequence[str]]) -> int:
-    """By how many ranks a parameter is held, if those that are wrong are so on all ranks that hold rows of them.
+    """How many ranks hold a parameter, if it is wrong on all ranks that hold rows of it.
 
-    Where that is more than one, code is to blame, and no device. 0: they are right on other ranks.
+    If that is more than one, code is to blame, and not a device. 0: it is correct on other ranks.
 
     Args:
-        wrong: by rank, the names of the parameters of which it has rows that are wrong.
-        held: by rank, the names of those of which it holds rows.
+        wrong: by rank, the names of the parameters with wrong rows.
+        held: by rank, the names of the parameters whose rows it holds.
     """
     names = {name for of in wrong for name in of}
     holders = {name: [rank for rank, of in enumerate(held) if name in of] for name in names}
@@ -237,28 +237,28 @@ def most_holders(wrong: Sequence[Sequence[str]], held: Sequence[Sequence[str]]) 
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Why updates are not made again; empty where they are."""
+    """Why updates are not repeated; empty if they are."""
     members, kinds = optimizer_class.members(optimizer), optimizer_class.classes(optimizer)
     if not optimizer_class.is_of_torch(optimizer):
-        return f"{kinds} is no class of torch.optim"
+        return f"{kinds} is not a class of torch.optim"
     if any(type(member).__name__ in optimizer_class.NEED_WHOLE_MATRICES for member in members):
-        return f"{kinds} does not update each element by itself"
+        return f"{kinds} does not update elements independently"
     if any(not _steps_as_its_class(member) for member in members):
-        return "code has put another step in the place of the optimizer's"
+        return "code has replaced the optimizer's step"
     hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
     others = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("lockstep.")]
-    return "the optimizer has hooks after it" if others else ""
+    return "the optimizer has hooks after its step" if others else ""
 
 
 def _steps_as_its_class(member: Any) -> bool:
     step = member.step
-    if getattr(step, "_wrapped_by_lr_sched", False):  # a scheduler of torch counts the calls
+    if getattr(step, "_wrapped_by_lr_sched", False):  # a torch scheduler counts the calls
         step = step.__wrapped__
     return getattr(step, "__func__", step) is type(member).step
 
 
 def _cut(values: Values, first: int, length: int) -> Values:
-    """A copy of so many elements from the first on. Of what is no larger, and of what the parameter shares, all."""
+    """A copy of this many elements from the first on. All of it if it is smaller, or shared by the parameter."""
     shape = values[WEIGHT].shape
     is_part = shape.numel() > length
     return {

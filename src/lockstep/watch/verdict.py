@@ -1,4 +1,4 @@
-"""Who is at fault: pure functions of what ranks computed of the same micro-batch."""
+"""Who is at fault: pure functions of what ranks computed from the same micro-batch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Literal
 from lockstep.watch.gradients import Detail
 
 Kind = Literal["data", "not deterministic", "device", "code", "link", "memory", "unclear"]
-_TIMES = 16.0  # a difference by rounding stays below so many times the rounding that was seen, or that the format has
+_TIMES = 16.0  # a rounding difference stays below this many times the observed rounding, or the format's
 
 
 ROUNDING = 0.05
-"""A loss that differs from itself by a larger share differs by more than kernels that add in any order explain."""
+"""A loss that differs from itself by a larger fraction exceeds what kernels that add in any order explain."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What lies, and where."""
+    """What is at fault, and where."""
 
     kind: Kind
     ranks: tuple[int, ...]
-    """The ranks at fault, or those between which it cannot be decided."""
+    """The ranks at fault, or those between which no decision is possible."""
     text: str
     tensor: str = ""
     """The first tensor that differs."""
     guilty: tuple[int, ...] = ()
-    """Ranks that must not go on."""
+    """Ranks that must not continue."""
 
 
 def named(ranks: Sequence[int], joined: str = "and") -> str:
@@ -39,11 +39,11 @@ def named(ranks: Sequence[int], joined: str = "and") -> str:
 
 
 def blamed_on_parts(verdict: Verdict, writes: Sequence[Mapping[str, str]], parts: Sequence[str]) -> Verdict:
-    """The verdict on weights that differ: code that was seen to write them comes before hardware.
+    """The verdict on weights that differ: code that was seen writing them comes before hardware.
 
     Args:
-        writes: by rank, the weights that each of the user's Parts was seen to write there, and the event.
-        parts: the user's Parts. They can also write without being seen, through `.data`, and replays leave them out.
+        writes: by rank, the weights that each of the user's Parts was seen writing there, and the event.
+        parts: the user's Parts. They can also write unseen, through `.data`, and replays leave them out.
     """
     if verdict.kind not in ("memory", "device", "unclear") or not parts:
         return verdict
@@ -54,17 +54,17 @@ def blamed_on_parts(verdict: Verdict, writes: Sequence[Mapping[str, str]], parts
             what += " and not on the others" if len(ranks) < len(writes) else ""
             seen = verdict.text.partition(": the memory or the device of ")[0]
             return Verdict("code", ranks, f"{what}: {seen}", verdict.tensor)
-    doubt = f"{verdict.text}; or code of these Parts, which no replay calls: {', '.join(parts)}. Start without them"
+    doubt = f"{verdict.text}; or code of these Parts, which replays do not call: {', '.join(parts)}. Start without them"
     return Verdict("unclear", verdict.ranks, doubt, verdict.tensor)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Who differs, when all ranks have computed the same twice again."""
+    """Who differs after all ranks have computed the same thing twice again."""
 
     how: Literal["unstable", "repeats", "once", "tie", "nobody"]
-    """unstable: these ranks differ from themselves. repeats: they give other results than most, each time. once: they
-    gave another result before, and not again. tie: no result has a majority."""
+    """unstable: these ranks differ from themselves. repeats: their results differ from the majority's, every time.
+    once: their earlier result differed, but not again. tie: no result has a majority."""
     ranks: tuple[int, ...]
     reference: Detail | None = None
     """The result of most ranks."""
@@ -77,8 +77,8 @@ def who(pairs: Sequence[tuple[int, Detail]], repeats: Sequence[tuple[Detail, Det
     """Find the ranks that differ.
 
     Args:
-        pairs: ranks, and what they computed at first.
-        repeats: by rank, what it computed when it was asked twice again.
+        pairs: ranks, and their first results.
+        repeats: by rank, its results of two repetitions.
         same: whether two results are the same.
     """
     world = len(repeats)
@@ -103,17 +103,17 @@ def who(pairs: Sequence[tuple[int, Detail]], repeats: Sequence[tuple[Detail, Det
 
 
 def same_bits(one: Detail, other: Detail) -> bool:
-    """Whether losses and gradients are the same, bit for bit."""
+    """Whether losses and gradients are bitwise equal."""
     return one.folded == other.folded
 
 
 def same_batch(one: Detail, other: Detail) -> bool:
-    """Whether the inputs are the same, bit for bit."""
+    """Whether the inputs are bitwise equal."""
     return one.batch == other.batch
 
 
 def first_difference(one: Detail, other: Detail) -> str:
-    """The name of the first loss or gradient that differs; empty where none does."""
+    """The name of the first loss or gradient that differs; empty if none does."""
     for head in one.losses:
         if one.losses[head] != other.losses.get(head):
             return f"the loss {head}" if head != "loss" else "the loss"
@@ -124,10 +124,10 @@ def first_difference(one: Detail, other: Detail) -> str:
 
 @dataclass
 class Noise:
-    """How much results of one rank differ when they are computed again, where kernels are not deterministic.
+    """How much a rank's results differ when repeated, if kernels are not deterministic.
 
-    A sum of random signs of a difference d is about |d|_2 in size. So a rank may differ from another by `_TIMES` the
-    largest such sum that any rank has shown against itself, or `_TIMES` the rounding of the number format.
+    A random-sign sum of a difference d is about |d|_2 in size. So a rank may differ from another by `_TIMES` the
+    largest such sum of any rank against itself, or `_TIMES` the rounding of the number format.
     """
 
     relative: dict[str, float] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Noise:
         return not self.beyond(one, other)
 
     def beyond(self, one: Detail, other: Detail) -> str:
-        """The first tensor that differs by more than rounding explains; empty where none does."""
+        """The first tensor that differs by more than rounding explains; empty if none does."""
         eps = max([*one.eps.values(), 2.0**-23 if one.eps else 2.0**-52])
         for name, difference in _differences(one, other).items():
             if not difference <= _TIMES * (self.relative.get(name, 0.0) + eps):  # also true of NaN

@@ -196,7 +196,7 @@ def test_names(text, name):
 
 @pytest.mark.parametrize("name", ["Digits", "a_b", "-a", "a-", "1a", "", "a" * 51])
 def test_wrong_names(name):
-    with pytest.raises(UsageError, match="no name for Kubernetes"):
+    with pytest.raises(UsageError, match="is not a name for Kubernetes"):
         kubernetes.check_name(name)
 
 
@@ -210,6 +210,6 @@ def test_claims():
 
 @pytest.mark.parametrize("sizes", [{"memory": "64GB"}, {"cpu": "many"}, {"shm": ""}, {"cpu": "-1"}])
 def test_wrong_sizes(sizes):
-    with pytest.raises(UsageError, match="is no quantity"):
+    with pytest.raises(UsageError, match="is not a quantity"):
         kubernetes.check(kubernetes.Pod("me/train:1", "runs", **sizes))
     kubernetes.check(kubernetes.Pod("me/train:1", "runs", cpu="1500m", memory="1.5Ti", shm="1000000"))

@@ -73,12 +73,12 @@ def test_nodes_join_leave_and_lose_their_link(tmp_path, slow_steps):
         assert "3 nodes: " in training.output()
         stopped = int(re.search(r"stopped by .* at step (\d+) of", training.output(0))[1])
         assert training.starts()[-1][1] == stopped + 1  # no step is lost
-        assert "a node joins: all ranks start again, with its ranks" in training.output(1)
+        assert "a node joins: all ranks restart, including its ranks" in training.output(1)
         training.event(lambda: kill(tree(training.nodes[2].pid)))
-        assert "node node2 gave no sign of life" in training.output(0)
-        assert "node node2 gave no sign of life" in training.output(1)
+        assert "node node2 sent no heartbeat" in training.output(0)
+        assert "node node2 sent no heartbeat" in training.output(1)
         training.event(lambda: cluster.cut(1))
-        assert "node node1 gave no sign of life" in training.output(0)
+        assert "node node1 sent no heartbeat" in training.output(0)
         training.nodes[0].send_signal(signal.SIGTERM)
         codes = training.wait()
     assert codes == {0: 75, 1: 75, 2: -9}, training.output()
@@ -102,8 +102,8 @@ def test_node_that_is_lost_is_waited_for_and_taken_in_again(tmp_path, slow_steps
         kill(tree(training.nodes[1].pid))
         codes = training.wait()
     assert codes == {0: 75, 1: -9}, training.output()
-    assert "waited 25 s in vain for 1 of 2 nodes" in training.output(0)
-    assert "The checkpoints stay: the same command on all nodes goes on from the newest" in training.output(0)
+    assert "gave up after waiting 25 s for 1 of 2 nodes" in training.output(0)
+    assert "The checkpoints are kept: the same command on all nodes resumes from the newest" in training.output(0)
 
 
 def test_loss_of_the_node_with_the_store_ends_all_and_the_same_command_goes_on(tmp_path, slow_steps):
@@ -115,7 +115,7 @@ def test_loss_of_the_node_with_the_store_ends_all_and_the_same_command_goes_on(t
         left = [pid for node in (0, 1) for pid in tree(training.nodes[node].pid)[1:]]
         training.nodes[0].kill()  # the launcher alone
         assert training.wait() == {0: -9, 1: 75}, training.output()
-        assert "which holds what the nodes agree on, is gone" in training.output(1)
+        assert "which holds the shared state of the nodes, is gone" in training.output(1)
         processes.wait_for(lambda: not any(map(processes.is_running, left)))
 
         def again():

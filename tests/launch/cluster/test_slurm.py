@@ -132,7 +132,7 @@ def test_a_time_that_leaves_nothing_for_training():
 
 @pytest.mark.parametrize("option", ["constraint=a100", "--a\n#SBATCH --b", ""])
 def test_wrong_options(option):
-    with pytest.raises(UsageError, match="is no option"):
+    with pytest.raises(UsageError, match="is not an option"):
         slurm.check(slurm.Allocation("10", more=(option,)))
 
 
@@ -259,7 +259,7 @@ def test_code_75_queues_the_job_again(place):
     does = "mkdir -p runs/digits/checkpoints/step-00000008; exit 75"
     code, said = place.run(script(), does)
     assert (code, place.requeued) == (0, ["4711"])
-    assert said == "stopped at step-00000008; job 4711 is queued again\n"
+    assert said == "stopped at step-00000008; job 4711 is requeued\n"
 
 
 def test_a_job_that_slurm_does_not_queue_again_ends_with_code_75(place):

@@ -209,7 +209,7 @@ def test_a_host_that_cannot_be_reached(place):
     err = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 1
     assert "[b] ssh: connect to host b port 22: No route to host" in err
-    assert f"b: no connection, or it was lost; try: {place}/ssh b true" in err
+    assert f"b: cannot connect, or the connection was lost; try: {place}/ssh b true" in err
 
 
 def test_silence_is_a_lost_connection(tmp_path):

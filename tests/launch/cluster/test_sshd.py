@@ -157,7 +157,7 @@ def test_the_connection_is_lost(hosts):
         os.kill(session, signal.SIGKILL)
     out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1, out + err
-    assert "no connection, or it was lost; try: " in err
+    assert "cannot connect, or the connection was lost; try: " in err
     wait_for(lambda: not any(map(is_running, before)))
     assert list((run / "checkpoints").glob("step-*"))
 
@@ -167,4 +167,4 @@ def test_a_task_that_fails(hosts):
     process = hosts.start(run, "--env", "PYTHONPATH=/nowhere", "--python", "/nowhere/python")
     out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 127, out + err
-    assert "a: it has no /nowhere/python; give the interpreter" in err
+    assert "a: /nowhere/python is missing; give the interpreter" in err

@@ -82,20 +82,20 @@ def test_equal_ranks_have_no_fault():
             {"source": {2: "other"}},
             "task",
             Level.FAULT,
-            "the task's code on rank 2 (node b, cuda:0) is not that of the other ranks",
+            "the task's code on rank 2 (node b, cuda:0) differs from that of the other ranks",
         ),
         (
             {"identity": {1: "GPU-7", 2: "GPU-7"}},
             "devices",
             Level.FAULT,
-            "rank 1 (node a, cuda:1), rank 2 (node b, cuda:0) have the same device, GPU-7",
+            "rank 1 (node a, cuda:1), rank 2 (node b, cuda:0) share the device GPU-7",
         ),
         ({"clock": {2: 1100.0, 3: 1100.0}}, "clocks", Level.WARNING, "the clock of node b is 100 s ahead"),
         (
             {"data": {2: {"data.train": "nothing"}}},
             "data",
             Level.FAULT,
-            "data.train is nothing on rank 2 (node b, cuda:0), and a folder on most ranks",
+            "data.train is nothing on rank 2 (node b, cuda:0), but a folder on most ranks",
         ),
         (
             {"memory": {0: (1 << 29, 80 << 30)}, "users": {0: ("process 7 (python) holds 70000 MiB",)}},
@@ -120,15 +120,15 @@ def test_keys_of_the_config_that_differ_are_named():
     configs = [usual, usual, usual | {"optim.lr": 0.2}, {"optim.lr": 0.2}]
     ((check, level, what),) = judged(TWO, configs, config={2: "other", 3: "third"})
     assert (check, level) == ("config", Level.FAULT)
-    assert "optim.lr is 0.2 on all 2 ranks of node b, and 0.1 on most ranks" in what
-    assert "seed is None on rank 3 (node b, cuda:1), and 0 on most ranks" in what
+    assert "optim.lr is 0.2 on all 2 ranks of node b, but 0.1 on most ranks" in what
+    assert "seed is None on rank 3 (node b, cuda:1), but 0 on most ranks" in what
 
 
 def test_folder_that_cannot_be_written_or_is_not_shared():
     access = [Access(""), Access(""), Access("Read-only file system"), Access("", unseen=(0,))]
     refused, blind = judgement.of_folder("/runs/a", access, TWO)
     assert refused.what == "/runs/a: rank 2 (node b, cuda:0) cannot write there: Read-only file system"
-    assert blind.what == ("/runs/a: rank 3 (node b, cuda:1) cannot see what rank 0 (node a, cuda:0) wrote there")
+    assert blind.what == ("/runs/a: rank 3 (node b, cuda:1) cannot see files that rank 0 (node a, cuda:0) wrote there")
     assert {refused.level, blind.level} == {Level.FAULT}
     (fine,) = judgement.of_folder("/runs/a", [Access("")] * 4, TWO)
     assert fine.level == Level.OK
@@ -136,7 +136,7 @@ def test_folder_that_cannot_be_written_or_is_not_shared():
 
 def test_ranks_of_a_node_with_another_folder():
     (fault,) = judgement.of_paths(facts(TWO, folder={3: "/home/b/runs"}), TWO)
-    assert fault.what == "it is /home/b/runs on rank 3 (node b, cuda:1), and /runs/a on rank 2"
+    assert fault.what == "it is /home/b/runs on rank 3 (node b, cuda:1), but /runs/a on rank 2"
     assert judgement.of_paths(facts(TWO, folder={2: "/mnt/runs", 3: "/mnt/runs"}), TWO) == []  # another mount point
 
 

@@ -37,7 +37,7 @@ TORCH = torch.__version__.rpartition(".")[0]  # 2.13
         ),
         ("folder", ["rank 1 (node b, cpu)", "run_dir"]),
         ("memory", ["0.2 of 80.0 GiB are free on rank 1 (node b, cpu): process 4711 (python) holds 60000 MiB"]),
-        ("device", ["rank 0 (node a, cpu), rank 1 (node b, cpu) have the same device, GPU-1234"]),
+        ("device", ["rank 0 (node a, cpu), rank 1 (node b, cpu) share the device GPU-1234"]),
     ],
 )
 def test_a_fault_of_one_node_is_named_before_anything_is_computed(fault, says, tmp_path):
@@ -55,7 +55,7 @@ def test_all_faults_are_named_at_once(tmp_path):
         assert "4 faults before the training" in message
         for part in (
             "2.12.1",
-            "optim.lr is 0.02 on rank 1 (node b, cpu), and 0.01",
+            "optim.lr is 0.02 on rank 1 (node b, cpu), but 0.01",
             "seed is 7",
             "optim.lr=0.01 seed=0",
         ):
@@ -69,7 +69,7 @@ def test_data_that_one_node_lacks_is_named(tmp_path):
     (tmp_path / "shorter.csv").write_text("a\n")
     here = {"data": {"train": str(tmp_path / "there.csv")}}
     for message in run_ranks(2, cases.data_faults, SETTINGS | here, tmp_path):
-        assert "data.train is nothing on rank 1 (node b, cpu), and a file of 4 bytes on most ranks" in message
+        assert "data.train is nothing on rank 1 (node b, cpu), but a file of 4 bytes on most ranks" in message
     for message in run_ranks(2, cases.data_faults, SETTINGS | here, tmp_path, str(tmp_path / "shorter.csv")):
         assert "data.train is a file of 2 bytes on rank 1 (node b, cpu)" in message
 
@@ -82,7 +82,7 @@ def test_other_samples_on_another_node_are_named(tmp_path):
 def test_a_file_system_without_an_answer_is_a_fault_and_no_hang(tmp_path):
     settings = SETTINGS | {"data": {"train": str(tmp_path)}}
     (found, _) = run_ranks(2, cases.check, settings, tmp_path, ["silent"])
-    assert ("data", "fault", "the data cannot be looked at on rank 1 (node b, cpu): no answer within 0.2 s") in found
+    assert ("data", "fault", "the data cannot be read on rank 1 (node b, cpu): no answer within 0.2 s") in found
 
 
 def test_what_is_only_suspicious_is_a_warning_in_the_log(tmp_path):
@@ -112,7 +112,7 @@ def test_ranks_of_one_node_write_no_file_and_measure_no_link(tmp_path):
 
 def test_ranks_of_one_node_with_different_folders(tmp_path):
     for message in run_ranks(2, cases.train, SETTINGS, tmp_path, ["folder"], None, 2):
-        assert f"it is {tmp_path}/1 on rank 1 (node a, cpu), and {tmp_path}/0 on rank 0" in message
+        assert f"it is {tmp_path}/1 on rank 1 (node a, cpu), but {tmp_path}/0 on rank 0" in message
 
 
 def test_everything_is_checked_on_request(tmp_path):
@@ -136,7 +136,7 @@ def test_everything_is_checked_on_request(tmp_path):
 
 def test_a_disk_that_is_too_small_for_two_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "free_bytes", lambda folder: 10_000)
-    with pytest.raises(UsageError, match=r"9.31e-06 GiB are free, and two checkpoints take"):
+    with pytest.raises(UsageError, match=r"9.31e-06 GiB are free, but two checkpoints take"):
         runs.fit(own_tasks.Plain(), SETTINGS, tmp_path / "new")
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
     monkeypatch.undo()

@@ -375,7 +375,7 @@ def test_a_misspelt_metric_to_keep_by_is_an_error_before_the_first_step(tmp_path
         runs.fit(Untrained(), settings, tmp_path)
     assert caught.value.exit_code == 2
     assert "There are: eval/loss, eval/samples, eval/bad, eval/accuracy, " in str(caught.value)
-    with pytest.raises(LockstepError, match="nothing is evaluated, so there is no"):
+    with pytest.raises(LockstepError, match="the run never evaluates, so there is no"):
         runs.fit(Untrained(), settings | {"train": {"steps": 4}}, tmp_path)
 
 
@@ -390,7 +390,7 @@ def test_to_keep_the_best_is_no_error_if_nothing_is_evaluated_on_purpose_or_for_
         folder = tmp_path / str(number)
         runs.fit(task, EVALUATED | best | {"train": train}, folder)
         log = (folder / "train.log").read_text()
-        assert "note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint" in log, train
+        assert "note: the run never evaluates, so checkpoint.keep_best keeps no checkpoint" in log, train
 
 
 def test_a_metric_to_keep_by_that_is_misspelt_in_a_later_start_is_an_error_before_its_first_step(tmp_path):

@@ -58,7 +58,7 @@ def test_what_forward_passes_change_is_noted_and_parameters_fix_the_number_of_pa
         )  # statistics of BatchNorm have a note of theirs
         assert ("it determines the training here" in log) == (kind in written), kind
         again = log_of(kind, folder, steps=3, micro=2)
-        refused = f"each forward pass moves {names}, and a step had 2 passes on each rank and has 3 now"
+        refused = f"each forward pass changes {names}, and a step had 2 passes on each rank and has 3 now"
         assert (refused in again) == (kind in written), kind
         if kind in written:
             assert "batch.micro" in again.partition("or Trainer(allow_change=")[2]

@@ -115,7 +115,7 @@ class KeepsInSample(InMemory):
 
 @pytest.mark.parametrize("how", ["prepare", "collate", "counts"])
 def test_what_is_kept_in_a_sample_and_changes_no_batch_passes(tmp_path, how):
-    assert "is another one" not in trained(KeepsInSample(how), tmp_path)
+    assert "differs when it is read again" not in trained(KeepsInSample(how), tmp_path)
 
 
 def test_what_is_kept_in_a_sample_and_changes_a_batch_is_refused(tmp_path):
@@ -139,7 +139,7 @@ def test_workers_find_it_too(tmp_path):
 def test_what_changes_a_copy_passes(tmp_path, options):
     task = InMemory(**options)
     before = copy.deepcopy(task.sets)
-    assert "is another one" not in trained(task, tmp_path)
+    assert "differs when it is read again" not in trained(task, tmp_path)
     assert repr(task.sets) == repr(before)
 
 
@@ -196,9 +196,9 @@ class Seeded(Noisy):
 
 
 def test_reading_that_is_random_is_told_only_where_nobody_seeds_it(tmp_path):
-    assert "of the training data (WithNoise) is another one when it is read again" in trained(Noisy(), tmp_path / "n")
-    assert "is another one" not in trained(Seeded(), tmp_path / "s")
-    assert "is another one" not in trained(NewAtEachRead("prepare"), tmp_path / "c")
+    assert "of the training data (WithNoise) differs when it is read again" in trained(Noisy(), tmp_path / "n")
+    assert "differs when it is read again" not in trained(Seeded(), tmp_path / "s")
+    assert "differs when it is read again" not in trained(NewAtEachRead("prepare"), tmp_path / "c")
 
 
 def test_the_look_leaves_no_trace(tmp_path):
@@ -227,12 +227,12 @@ class OwnGenerator(InMemory):
 @pytest.mark.parametrize("method", ["prepare", "collate"])
 def test_a_method_that_no_seed_determines_is_named_before_the_first_step(tmp_path, method):
     log = trained(OwnGenerator(method), tmp_path)
-    assert f"Task.{method} gives another result for sample" in log
+    assert f"the result of Task.{method} for sample" in log
     assert "Draw from the global generators" in log
 
 
 def test_draws_from_seeded_generators_pass(tmp_path):
-    assert "gives another result" not in trained(OwnGenerator(None), tmp_path)
+    assert "the result of Task" not in trained(OwnGenerator(None), tmp_path)
 
 
 class FillsAgain(own_tasks.Plain):
@@ -289,7 +289,7 @@ class Rows(torch.utils.data.Dataset):
 def test_memory_that_is_filled_again_is_refused_where_batches_would_show_it(tmp_path):
     again = "it returns memory that it fills again"
     filled = {
-        "read": rf"Rows\.__getitem__: {again}: sample \d+ of the {{}} data has other values when sample \d+ is made",
+        "read": rf"Rows\.__getitem__: {again}: sample \d+ of the {{}} data changes its values when sample \d+ is made",
         "prepare": rf"Task\.prepare: {again}: sample \d+ of the {{}} data",
         "collate": rf"Task\.collate: {again}: the batch of sample \d+ of the {{}} data",
     }

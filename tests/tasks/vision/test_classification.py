@@ -305,7 +305,7 @@ def test_class_folders_alone_train_without_evaluation_and_a_warning_says_so(fold
     assert "warning: nothing is evaluated, because there is no evaluation data: set data.eval" in log
     best = {"checkpoint": settings.checkpoint.model_copy(update={"keep_best": "max eval/accuracy"})}
     Trainer(settings.model_copy(update=best), run_dir=tmp_path / "best", quiet=True).fit()
-    note = "note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint"
+    note = "note: the run never evaluates, so checkpoint.keep_best keeps no checkpoint"
     assert note in (tmp_path / "best" / "train.log").read_text()
     with pytest.raises(LockstepError, match=r"there is no evaluation data\n  remedy: set data\.eval"):
         Trainer(settings, run_dir=tmp_path, quiet=True).evaluate()

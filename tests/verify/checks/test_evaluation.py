@@ -80,7 +80,7 @@ def test_a_metric_that_depends_on_how_samples_are_cut_is_a_fault():
     result = evaluated(smaller={"accuracy": 0.7})
     assert result.status == "fault"
     assert result.reason.startswith(
-        "accuracy is 0.75 where a plain loop evaluates 6 samples at a time, and 0.7 where it evaluates 3: it must not"
+        "accuracy is 0.75 if a plain loop evaluates 6 samples at a time, and 0.7 if it evaluates 3: it must not"
     )
     assert evaluated(smaller={"accuracy": 0.75 + 1e-7}).status == "passed"
     assert evaluated(smaller={"accuracy": 0.7}, random_in_evaluation=["randn_like"]).status == "passed"
@@ -157,7 +157,7 @@ def test_all_predicted_alike_where_truths_differ_is_a_fault():
 def test_without_a_presenter_for_truths_nothing_is_said_about_them():
     result = described(rows([1, 0, 1], [None, None, None]))
     assert result.reason == "2 different predictions for 3 samples, equal to those of a plain loop"
-    assert "Presenter.truth gives no label" in result.notes[0]
+    assert "Presenter.truth returns no label" in result.notes[0]
 
 
 def test_outputs_that_are_described_alike_and_differ_are_a_fault():
@@ -169,10 +169,8 @@ def test_outputs_that_are_described_alike_and_differ_are_a_fault():
 
     result = described(with_outputs(1.0), by_engine(1.5))
     assert result.status == "fault"
-    assert (
-        "sample 0 alone has tensors of (shape, mean, norm) [((4,), 1.0, 2.0)], and [((4,), 1.5, 2.0)] on 2 ranks"
-        in (result.reason)
-    )
+    assert "the output for sample 0 by itself has tensors of (shape, mean, norm) [((4,), 1.0, 2.0)]" in result.reason
+    assert "[((4,), 1.0, 2.0)], and [((4,), 1.5, 2.0)] on 2 ranks" in result.reason
     assert described(with_outputs(1.0), by_engine(1.0)).status == "passed"
     assert described(with_outputs(1.0), by_engine(1.5, shape=(6,))).status == "passed"  # padded in a batch
     assert (
@@ -188,7 +186,7 @@ def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():
     engine = [{"prediction": one, "probability": place / 50} for place, one in enumerate([0, 0, 1, 1])]
     result = described(plain, engine)
     assert result.status == "fault"
-    assert result.reason.startswith("2 of 4 predictions, 4 made, are not those of a plain loop. sample 1 alone is")
+    assert result.reason.startswith("2 of 4 predictions (4 made) differ from a plain loop's: sample 1 by itself is")
     assert (
         described(plain, [row | {"prediction": one} for row, one in zip(engine, [0, 1, 0, 1], strict=True)]).status
         == "passed"

@@ -139,7 +139,7 @@ def test_a_loss_with_nothing_left_to_fall_shows_nothing():
         experiments({"learned-1": recording(low), "learned-4": recording(low), "baseline": baseline()})
     )
     assert result.status == "not shown"
-    assert "does not fall, but is low already" in result.reason
+    assert "does not fall, but is already low" in result.reason
 
 
 def test_a_loss_that_explodes_on_the_way_is_a_fault():
@@ -214,7 +214,7 @@ def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():
 
     result = after(6, 1.5)
     assert result.status == "not shown"
-    assert "6 evaluation samples are too few to tell whether it beats a constant output: loss 1.5" in result.reason
+    assert "6 evaluation samples are too few to decide whether it beats a constant output: loss 1.5" in result.reason
     assert after(6, 0.5).status == "passed"
     assert after(6, 0.5, accuracy=0.1).status == "fault"
     assert after(6, 1.5, FLAT).status == "fault"
@@ -235,7 +235,7 @@ def test_a_metric_within_chance_of_a_constant_output_shows_nothing():
         result = measured(0.5, accuracy, units=360.0)
         assert result.status == "not shown"
         assert "is within chance of the best constant output, 0.5: on 360 evaluation labels" in result.reason
-        assert "chance may give 0.5685" in result.reason
+        assert "chance may reach 0.5685" in result.reason
     assert measured(0.5, 0.6, units=360.0).status == "passed"
     assert "(by chance up to 0.5685)" in measured(0.5, 0.6, units=360.0).reason
     assert measured(0.5, 0.4, units=360.0).status == "fault"

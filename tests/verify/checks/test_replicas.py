@@ -107,7 +107,7 @@ def test_a_tensor_that_differs_is_named_with_its_ranks():
     result = replicated(WHOLE, WHOLE | {"model.b": (0, 3, (0, 99)), "model.a": (0, 6, (0, 98))})
     assert result.status == "fault"
     assert (result.reason, result.value) == (
-        "since step 1 ranks 0 and 1 differ in model.a, with 1 other tensors",
+        "since step 1 ranks 0 and 1 differ in model.a, and 1 other tensors",
         2.0,
     )
     digests = [(row["tensor"], row["rank"], row["digest"][-2:]) for row in result.rows]
@@ -230,13 +230,13 @@ def test_a_training_that_differs_when_it_is_repeated_shows_nothing(monkeypatch, 
     again = [recording([LOSSES[0] + 1, *LOSSES[1:]])] * 2
     result = compared(monkeypatch, weights=weights, limit=limit, again=again)
     assert result.status == "not shown"
-    assert result.reason.endswith("the same training twice already differs; see determinism")
+    assert result.reason.endswith("the same training already differs when repeated; see determinism")
 
 
 def test_a_training_that_fails_when_it_is_repeated_hides_no_fault(monkeypatch):
     result = compared(monkeypatch, weights=0.5, undisturbed=Answer(error="it cannot be saved"))
     assert result.status == "fault"
-    assert "train another model" in result.reason
+    assert "train a different model" in result.reason
 
 
 def test_a_cause_of_indeterminism_shows_nothing(monkeypatch):

@@ -41,7 +41,7 @@ def test_equal_runs_do_not_differ():
 def test_another_batch_on_any_rank_is_said_first():
     step, text = differ([run(), run()], [run(losses=(3.0, 2.0, 9.0)), run(batches={0: [7], 1: [8], 2: [7]})])
     assert step == 1
-    assert text.startswith("rank 1 gets another batch in step 2")
+    assert text.startswith("rank 1 gets a different batch in step 2")
     assert differ([run()], [run(batches={0: [7], 1: [7]})])[0] == 2
 
 
@@ -108,7 +108,7 @@ def test_the_operation_that_differs_is_named(what):
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_difference_that_does_not_come_again_is_said_to_be_so(what):
     result = determined([DIFFERENT[what](), run()], **TWICE | {"operations-2": TWICE["operations-1"]})
-    assert result.reason.endswith("so it does not happen each time")
+    assert result.reason.endswith("so it does not happen every time")
 
 
 def test_forward_passes_that_draw_the_same_numbers_are_named():
@@ -194,7 +194,7 @@ def test_a_run_that_ends_otherwise_is_a_fault(tmp_path):
     result, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11})
     assert result.status == "fault"
     assert "optimizer.weight.steps and 0 others differ from the undisturbed run" in result.reason
-    assert "a generator that nothing had seeded" in result.reason
+    assert "an unseeded generator" in result.reason
 
 
 def test_state_that_no_checkpoint_holds_is_a_fault(tmp_path):
@@ -265,7 +265,7 @@ def test_going_on_with_the_same_samples_passes(monkeypatch):
 
 
 def test_going_on_with_other_samples_is_a_failed_experiment(monkeypatch):
-    with pytest.raises(ExperimentFailed, match="go on with other samples"):
+    with pytest.raises(ExperimentFailed, match="resume with different samples"):
         stretched(monkeypatch, TABLE | {3: (6, 6)})
 
 

@@ -48,7 +48,7 @@ def test_every_sample_once_per_epoch_passes():
     assert result.status == "passed"
     assert result.reason == (
         "2 whole epochs of 26 samples on 2 ranks use each sample once; so do the plans of two epochs of all 26, "
-        "each in an order of its own"
+        "each in its own order"
     )
     assert (result.value, result.bound) == (0.0, 0.0)
 
@@ -75,7 +75,7 @@ def test_samples_that_are_grouped_by_length_pass():
 def test_samples_of_other_groups_are_found(group):
     result = checked_grouped(group)
     assert result.status == "fault"
-    assert "of another step" in result.reason
+    assert "of a different step" in result.reason
 
 
 def test_a_sample_that_is_used_twice_in_a_step_is_found():
@@ -112,7 +112,7 @@ def test_a_sample_of_another_step_is_found():
     result = checked(swap)
     assert result.status == "fault"
     assert result.reason.startswith("step 2 ")
-    assert "of another step" in result.reason
+    assert "of a different step" in result.reason
 
 
 def test_an_epoch_in_the_order_of_another_seed_is_found():
@@ -159,8 +159,8 @@ def test_a_generator_that_every_sample_seeds_alike_is_a_fault():
     answers = {"undisturbed": consumed(), "data-sizes": [(LENGTH, 0)], "task-probe": probe}
     result = samples.samples(experiments(answers, batch={"global": BATCH}))
     assert result.status == "fault"
-    assert result.reason.startswith("reading a sample seeds torch with the same number for the first and the last")
+    assert result.reason.startswith("reading a sample seeds torch with the same number for the first and last")
     answers["task-probe"] = TaskProbe(seeded_for_sample=["torch"])
     result = samples.samples(experiments(answers, batch={"global": BATCH}))
     assert result.status == "passed"
-    assert result.notes == ["reading sample 0 seeds torch: what is drawn afterwards is the same in every epoch"]
+    assert result.notes == ["reading sample 0 seeds torch: later draws are the same in every epoch"]

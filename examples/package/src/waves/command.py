@@ -1,4 +1,4 @@
-"""A command: a function as Typer takes it."""
+"""A command: a function in Typer's style."""
 
 
 def wave_length(cycles: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""The options of the task, which are checked before torch is imported."""
+"""The options of the task, checked before torch is imported."""
 
 from typing import Any, ClassVar
 

@@ -1,6 +1,6 @@
-"""What is silently wrong in a distributed PyTorch training script: the command `lockstep-audit`.
+"""`lockstep-audit`: finds silent faults in distributed PyTorch training scripts.
 
-Scripts of any framework run unchanged. The package needs only torch.
+Scripts of any framework run unchanged. The package requires only torch.
 """
 
-__version__ = "0.1.0"  # that of torch-lockstep: tests/test_package.py compares them
+__version__ = "0.1.0"  # same as torch-lockstep: tests/test_package.py compares them

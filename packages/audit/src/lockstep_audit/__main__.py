@@ -1,6 +1,6 @@
-"""`python -m lockstep_audit SCRIPT.py ...`: runs a script as Python would, and notes what the script does.
+"""`python -m lockstep_audit SCRIPT.py ...`: run a script as Python would, and record what it does.
 
-Each rank runs this by itself, under any launcher. `lockstep-audit` starts ranks with this, and reports.
+Each rank runs this, under any launcher. `lockstep-audit` starts its ranks with this command and then writes the report.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def _options() -> argparse.ArgumentParser:
     usage = f"{name} [OPTIONS] SCRIPT|-m MODULE [ARGS]..."
     parser = argparse.ArgumentParser(prog=name, usage=usage, allow_abbrev=False)
     get = os.environ.get
-    parser.add_argument("--folder", type=Path, default=get(boot.FOLDER), help="where events go")
-    parser.add_argument("--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each K-th step")
+    parser.add_argument("--folder", type=Path, default=get(boot.FOLDER), help="folder for events")
+    parser.add_argument("--every", type=int, default=int(get(boot.EVERY, "50")), help="examine every K-th step")
     parser.add_argument("--patience", type=float, default=float(get(boot.PATIENCE, "60")), help="seconds until a hang")
-    parser.add_argument("--no-probe", action="store_true", default=get(boot.PROBE) == "0", help="read no samples")
+    parser.add_argument("--no-probe", action="store_true", default=get(boot.PROBE) == "0", help="do not read samples")
     return parser
 
 
 def main(arguments: list[str] | None = None, settings: Settings | None = None) -> None:
-    """Run a script or module as `__main__`, observed. Ends the process as the script would.
+    """Run a script or module as `__main__`, observed. End the process as the script would.
 
-    Under a launcher that is none of ours, the first rank then reports, and ends with the report's exit code.
+    Under a foreign launcher, the first rank then writes the report and ends with the report's exit code.
 
     Args:
-        settings: of the report.
+        settings: the options of the report.
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = _options()
@@ -53,15 +53,15 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
     if not name:
         parser.error("name a script, or a module with -m")
     if not has_module and not Path(name).exists():
-        parser.error(f"there is no script {name}")
+        parser.error(f"script {name} does not exist")
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
-    run_id = os.getppid() if run_id == "none" else run_id  # a launcher that names no run: its ranks have one parent
+    run_id = os.getppid() if run_id == "none" else run_id  # a launcher without a run id: its ranks have one parent
     folder = options.folder or Path(f"lockstep-audit-{run_id}")
     boot.activate(folder, every=options.every, patience=options.patience, probe=not options.no_probe)
     recorder.is_main = True
 
     def report(status: int) -> int:
-        """The exit code of the first rank, which reports. A script that failed keeps its own."""
+        """The exit code of the first rank, which writes the report. A script that failed keeps its own code."""
         if os.environ.get("RANK", "0") != "0" or JUDGED_OUTSIDE in os.environ:
             return status
         recorder.end()
@@ -100,7 +100,7 @@ def run(module: str | None, script: str | None, arguments: list[str]) -> None:
             trace = trace.tb_next
         error.__traceback__ = trace
         recorder.note_exit(1, error)
-        recorder.guard("exit", recorder.end)  # now: others that are lost without this rank may have it killed
+        recorder.guard("exit", recorder.end)  # now: ranks that lose this one may have it killed
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
         sys.exit(1)
@@ -111,7 +111,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _run_script(script: str) -> None:
-    """What `python SCRIPT` does. `__main__` stays the script until the process ends: children and `atexit` need it."""
+    """Run the script as `python SCRIPT` does. `__main__` stays the script until the end, for children and `atexit`."""
     path = os.path.abspath(script)
     if os.path.isdir(path) or not path.endswith(".py"):
         runpy.run_path(path, run_name="__main__")

@@ -1,4 +1,4 @@
-"""The error that the command reports in place of a traceback."""
+"""The error that the command reports instead of a traceback."""
 
 from __future__ import annotations
 

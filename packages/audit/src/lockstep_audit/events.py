@@ -1,15 +1,16 @@
-"""What ranks of a script did, as events: the only connection between observers and rules.
+"""What the ranks of a script did, as events: the only connection between observers and rules.
 
-Observers run inside the script (`audit.observe`). Each rank appends events to a file of its own, a JSON object a line,
-so that whatever ends the script leaves what was seen. Rules (`audit.rules`) are pure functions over the events of all
+Observers run inside the script (`audit.observe`). Each rank appends events to its own file, one JSON object per line,
+so whatever ends the script, earlier events are kept. Rules (`audit.rules`) are pure functions over the events of all
 ranks. They import neither torch nor an observer.
 
-Every event has `kind`, `rank`, `number` (of the event on its rank, from 0), `time` (seconds since the epoch), `step`
-(optimizer steps that this rank has finished, over all optimizers: the first `step` event has 0) and, where a line of
-the script led to it, `at`: `[file, line, function]` of the innermost frame that belongs to the user: neither the
-standard library, nor an installed package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A
-place is such a list; an `id` is a number that a rank gives to an object, in order of its appearance; ids of the same
-object agree over ranks only if all ranks ran the same code, so rules match objects by `at` or `made_at`.
+Every event has these keys: `kind`; `rank`; `number` (of the event on its rank, from 0); `time` (seconds since the
+epoch); `step` (optimizer steps that this rank has finished, over all optimizers: the first `step` event has 0). If a
+line of the script caused the event, it also has `at`: `[file, line, function]` of the innermost frame of the user's
+code, which is neither the standard library, nor an installed package, nor Lockstep. The file is absolute. Keys that do
+not apply are left out. A place is such a list. An `id` is a number that a rank gives to an object, in order of
+appearance. The ids of one object agree across ranks only if all ranks ran the same code, so rules match objects by
+`at` or `made_at`.
 
     kind          written when                              keys
     ------------  ----------------------------------------  ------------------------------------------------------------
@@ -21,7 +22,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     group         a process group is made                   name, ranks, backend, timeout_s
     device        the first optimizer step                  device ("cpu", "cuda:0"), uuid (of a GPU)
     split         torch.utils.data.random_split; Subset by  lengths, digest (of the drawn indices), by (what took
-                  the script; datasets, sklearn             them, where it is not random_split: then the digest is
+                  the script; datasets, sklearn             them, if not random_split: then the digest is
                                                             of the first 1,000, or of sklearn's random state)
     generator     torch.set_rng_state, random.setstate,     digest (of the state)
                   numpy.random.set_state by the script
@@ -63,7 +64,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             collectives_python (torch.distributed calls during it),
                                                             gathered (gather_for_metrics or the like removed
                                                             duplicates), joined (in or after a `join`). Frameworks draw
-                                                            batches ahead: then the counts go on until the next
+                                                            batches ahead: then the counts continue to the next
                                                             iteration begins, and the event is written then
     probe         the process group ends, or at exit: the   loader, dataset_size, samples: {index: [of each field]}: a
                   script has computed all it computes       list of whole numbers, or a digest, or null (random, or of
@@ -149,12 +150,12 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             `DivBackward0` is a division) and divisor (what these
                                                             divided by; 1: nothing), of sampled steps}]
                                                             since the last step of any optimizer; of this optimizer,
-                                                            where there is none (two optimizers, one backward);
+                                                            if there is none (two optimizers, one backward);
                                                             micro_batches: [{loader,
                                                             batch, samples, valid (labels that are not -100, if any),
                                                             shifted (these without the first of each row)}]
                                                             given since the last step, hyperparameters: [{lr, ...}] by
-                                                            group, where they changed; clips: [{at, how ("norm",
+                                                            group, if they changed; clips: [{at, how ("norm",
                                                             "value"), limit, norm, backwards_before}];
                                                             scaler: {scale, found_inf, unscaled_before_clip}; skipped
                                                             (the scaler skipped the step);
@@ -230,7 +231,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     save          torch.save, safetensors' save_file, DCP,  path (absolute), keys (top-level names, if a dict), how
                   and open(..., "w") by the script          ("torch.save", "safetensors", "dcp", "open", then also
                                                             mode), shards: [name, ...] of tensors that are shards
-    load          torch.load and the like                   path, keys, saved_step (if the file tells)
+    load          torch.load and the like                   path, keys, saved_step (if the file has it)
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
                   scheduler, scaler                         missing, unexpected: [name, ...], of (number of names),
                                                             names_digest (of a model), model (of a watched one)
@@ -309,7 +310,7 @@ class EventWriter:
 
 
 def forget_signals() -> None:
-    """A forked child of a rank is no rank."""
+    """A forked child of a rank is not a rank."""
     with contextlib.suppress(AttributeError):
         faulthandler.unregister(signal.SIGTERM)
     faulthandler.disable()
@@ -356,10 +357,10 @@ def blocked_in(stack: list[list[Any]], at: list[Any] | None) -> str | None:
 
 
 class History:
-    """The events of a run of a script, as rules ask for them.
+    """The events of a run of a script, with the queries that rules need.
 
     Args:
-        previous: an earlier run, which this run goes on from.
+        previous: an earlier run that this run resumes.
     """
 
     def __init__(self, events: Iterable[Event], previous: History | None = None) -> None:

@@ -21,7 +21,7 @@ class Place(NamedTuple):
 class Finding:
     """Something that is wrong in a script.
 
-    Evidence is what was seen. The cause is what explains it; None: unknown. The remedy says what to write instead.
+    The evidence is what was observed. The cause explains it; None: unknown. The remedy says what to write instead.
     """
 
     rule: str
@@ -35,16 +35,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A fault that can be seen in events.
+    """A fault that events can show.
 
     `check` returns findings, or the reason why the script did not exercise the rule ("no DataLoader with an epoch that
-    shuffles"), so that a report says what was checked and what was not.
+    shuffles"). The report can then list what was checked and what was not.
     """
 
     id: str
     """LS101. Stable: ignore comments and baselines name it."""
     name: str
-    """same-data: the name of its page."""
+    """same-data: the name of its documentation page."""
     title: str
     severity: Literal["error", "warning"]
     check: Callable[[History], Iterable[Finding] | str]

@@ -42,16 +42,16 @@ _LOOK_S = 0.1
 
 
 def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
-    """Judge the events of a folder, and write the report.
+    """Judge the events in a folder and write the report.
 
     Args:
-        failed: the launcher of the script says that a rank failed.
+        failed: whether the script's launcher reports that a rank failed.
 
     Returns:
         what was found, with the exit code of the command.
 
     Raises:
-        UsageError: there are no events, or no baseline.
+        UsageError: the events or the baseline are missing.
     """
     previous = _read(settings.previous) if settings.previous else None
     history = History(_read(folder).events, previous)
@@ -63,7 +63,7 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
         write_baseline(settings.write_baseline, found.findings)
     verdict = verdict_on(history, found, settings, failed)
     if verdict is Verdict.INCONCLUSIVE:
-        found.notes.append("inconclusive: no rank made a step of a torch optimizer")
+        found.notes.append("inconclusive: no rank stepped a torch optimizer")
     others = {"sarif": formats.sarif, "github": formats.github}
     code, is_text = verdict.exit_code, settings.format == "text"
     written = formats.text(found, settings.verbose) if is_text else formats.as_json(found, code)
@@ -80,9 +80,9 @@ def _read(folder: Path) -> History:
     found = History(events.read(folder))
     if not found.events:
         raise UsageError(
-            "has no events of an audit",
+            "contains no events of an audit",
             where=str(folder),
-            remedy="give a folder that `lockstep-audit --folder` wrote; a script that never imports torch writes none",
+            remedy="name a folder that `lockstep-audit --folder` wrote; a script without torch writes no events",
         )
     return found
 
@@ -99,9 +99,9 @@ def verdict_on(history: History, found: Outcome, settings: Settings, failed: boo
 
 
 def judge_here(folder: Path, settings: Settings) -> Verdict:
-    """`judge` in the first rank of a launcher that is none of ours, once the other ranks have ended.
+    """`judge` in the first rank of a foreign launcher, once the other ranks have ended.
 
-    No collective is made: files are read. Ranks that have not ended after 10 s are judged by what they wrote.
+    It reads files and runs no collective. Ranks that have not ended after 10 s are judged by what they wrote.
     """
     end = time.monotonic() + _WAIT_S
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""The fixture `lockstep_audit` of pytest: a test fails with the report of the audit of a script."""
+"""The pytest fixture `lockstep_audit`: a test fails with the report of the audit of a script."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep_audit.judge import FINDINGS
 def lockstep_audit(tmp_path: Path) -> Callable[..., str]:
     """Run a script on several ranks under `lockstep-audit`.
 
-    Called with the script, its arguments, and `nproc` and `strict` by name. Returns the report. The test fails where
-    the exit code is not 0: a finding (with `strict` also a warning), a script that failed, a hang, no optimizer step.
+    Call it with the script, its arguments, and `nproc` and `strict` as keywords. It returns the report. The test fails
+    if the exit code is not 0: a finding (with `strict` also a warning), a failed script, a hang, no optimizer step.
     """
 
     def audit(

@@ -1,4 +1,4 @@
-"""`lockstep-audit`: starts the ranks of a script, ends them where they hang, and judges."""
+"""`lockstep-audit`: starts the ranks of a script, ends them if they hang, and judges their events."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 
 _LOOK_S = 0.5
 _END_S = 10.0
-"""So long may killed ranks take to end."""
+"""How long killed ranks may take to end."""
 _SLOW = 10
-"""Ranks that still run Python code may take so many times the patience: one may prepare data for the others."""
+"""Ranks that still run Python code may take this many times the patience: one may prepare data for the others."""
 
 
 def run(
@@ -38,12 +38,12 @@ def run(
     patience: float = 60.0,
     probe: bool = True,
 ) -> int:
-    """Run a script on so many ranks, observed, and write the report.
+    """Run a script on this many ranks, observed, and write the report.
 
     Args:
         target: the script and its arguments, or `-m`, a module and its arguments.
-        folder: where events go. None: into a temporary folder, which is deleted.
-        every: of the steps after the first few, each so many is looked at closely.
+        folder: the folder for events. None: a temporary folder, which is deleted.
+        every: after the first few steps, every `every`-th is examined.
         patience: seconds without progress of any rank after which the run is ended.
         probe: whether samples of data sets are read on all ranks at the end and compared.
 
@@ -54,14 +54,16 @@ def run(
         UsageError: the script or the folder is not usable.
     """
     if not target or (target[0] == "-m" and len(target) < 2):
-        raise UsageError("no script", remedy="lockstep-audit --nproc 2 train.py, or lockstep-audit --nproc 2 -m module")
+        raise UsageError(
+            "no script was given", remedy="lockstep-audit --nproc 2 train.py, or -m module instead of train.py"
+        )
     if target[0].endswith(".ipynb"):
         raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0].startswith("-") and target[0] != "-m":
-        remedy = "lockstep-audit --help lists its options; those of the script come after the script"
+        remedy = "lockstep-audit --help lists its options; put the script's options after the script"
         raise UsageError("lockstep-audit has no such option", where=target[0], remedy=remedy)
     if target[0] != "-m" and not Path(target[0]).is_file():
-        raise UsageError("is no file", where=target[0], remedy="give the script, or -m MODULE, then its own options")
+        raise UsageError("is not a file", where=target[0], remedy="give the script, or -m MODULE, then its own options")
     with _folder(folder) as place:
         options = ["--folder", str(place), "--every", str(every), "--patience", str(patience)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
@@ -72,11 +74,11 @@ def run(
             with _ended_by_sigterm():
                 failed = _wait(process, place, nproc, patience) != 0
         except KeyboardInterrupt:
-            print("lockstep-audit: stopped; the report is about what was seen", file=sys.stderr, flush=True)
+            print("lockstep-audit: stopped; the report covers what was observed so far", file=sys.stderr, flush=True)
         finally:
             _end(process)
         if not any(place.glob("rank-*.jsonl")):
-            print("lockstep-audit: no rank imported torch, or none began", file=sys.stderr, flush=True)
+            print("lockstep-audit: no rank started, or none imported torch", file=sys.stderr, flush=True)
             return FAILED
         verdict = judge(place, settings, failed=failed)
         _tell_stacks(place, verdict)
@@ -85,7 +87,7 @@ def run(
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM is what Ctrl-C is: the ranks are ended, and the report is written."""
+    """Inside, SIGTERM acts like Ctrl-C: the ranks are ended, and the report is written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -103,13 +105,13 @@ def _folder(given: Path | None) -> Iterator[Path]:
             yield Path(made)
         return
     if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise UsageError("is no empty folder", where=str(given), remedy="give --folder a new or empty folder")
+        raise UsageError("is not an empty folder", where=str(given), remedy="give --folder a new or empty folder")
     given.mkdir(parents=True, exist_ok=True)
     yield given.resolve()
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, nproc: int, patience: float) -> int:
-    """Wait until the ranks have ended, or hang."""
+    """Wait until the ranks have ended or hang."""
     files = _Tails(folder, patience)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,14 +149,14 @@ class _Tails:
 
 
 def _is_over(event: events.Event, patience: float) -> bool:
-    """True if a rank that is stuck is inside one call of C++ or of torch.distributed, or for very long anywhere."""
+    """True if a stuck rank is inside one call of C++ or of torch.distributed, or has been anywhere for very long."""
     if str(event.get("blocked_in")).startswith("torch.distributed."):  # new_group waits in a loop of Python
         return True
     return event.get("moves") is False or (event.get("since_s") or 0) > _SLOW * patience
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the launcher and its ranks, each of which leads a session. SIGTERM would fill the screen with tracebacks."""
+    """Kill the launcher and its ranks, which lead sessions. SIGTERM would fill the screen with tracebacks."""
     if process.poll() is None:
         ranks = _children(process.pid)
         process.kill()

@@ -13,7 +13,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 def end(leaders: Collection[int], wait_s: float) -> None:
-    """Kill what runs in the sessions of these processes, and wait until it is gone, for `wait_s` seconds at most.
+    """Kill all processes in the sessions of these processes, and wait up to `wait_s` seconds until they are gone.
 
     Args:
         leaders: process ids of ranks that have ended.
@@ -29,7 +29,7 @@ def end(leaders: Collection[int], wait_s: float) -> None:
 
 
 def _members(leaders: Collection[int]) -> list[int]:
-    """The processes in the sessions of `leaders` that have not ended. Empty if the system does not tell."""
+    """The processes in the sessions of `leaders` that have not ended. Empty if the system does not list them."""
     found = []
     for entry in Path("/proc").iterdir() if Path("/proc/self/stat").exists() else ():
         if entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""What a user asks of an audit."""
+"""A user's options for an audit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ NOTEBOOK = (
     "(jupyter nbconvert --to script NOTEBOOK.ipynb), and run: lockstep-audit --nproc 2 NOTEBOOK.py"
 )
 JUDGED_OUTSIDE = "LOCKSTEP_AUDIT_JUDGED_OUTSIDE"
-"""Set for ranks whose launcher reports: `lockstep-audit`."""
+"""Set for ranks whose launcher writes the report: `lockstep-audit`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `lockstep-audit` that concern the report."""
+    """Options of `lockstep-audit` for the report."""
 
     format: str = "text"
     output: Path | None = None
     """A file for the report; None: standard output."""
     previous: Path | None = None
-    """The folder of events of an earlier run, which this run goes on from."""
+    """The folder of events of an earlier run that this run resumes."""
     baseline: Path | None = None
     """Findings of this file are not reported."""
     write_baseline: Path | None = None
     strict: bool = False
-    """Warnings count as findings for the exit code."""
+    """Whether warnings count as findings for the exit code."""
     verbose: bool = False
-    """Tell for each rule why the script did not exercise it."""
+    """Show for each rule why the script did not exercise it."""

@@ -9,7 +9,7 @@ def split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[list[str],
     """The words of the audit's own options, and the rest: from the script or from -m on.
 
     Args:
-        parser: knows which options take a value.
+        parser: defines which options take a value.
     """
     takes_value = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
     number = 0

@@ -1,3 +1,3 @@
-"""Checks, plans, reports and searches: what reads runs of Lockstep, or starts trainings to judge them."""
+"""Checks, plans, reports and searches: tools that read Lockstep runs, or start trainings to judge them."""
 
 __version__ = "0.1.0"

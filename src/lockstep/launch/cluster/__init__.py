@@ -1,1 +1,1 @@
-"""Trainings on several machines: the texts that schedulers read, and a start through ssh."""
+"""Trainings on several machines: job files for schedulers, and a start through ssh."""

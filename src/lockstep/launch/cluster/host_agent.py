@@ -1,7 +1,7 @@
-"""The remote end of `lockstep launch ssh`: starts `lockstep train` on this host, and ends it when nobody is left there.
+"""The remote end of `lockstep launch ssh`: starts `lockstep train` on this host, and ends it with the connection.
 
-It reads lines from its standard input: first what to start, as JSON, then signs of life and requests to stop. Where the
-input ends, or no sign of life comes for a while, the connection is lost: the ranks save and stop.
+It reads lines from its standard input: first what to start, as JSON, then heartbeats and requests to stop. If the input
+ends, or no heartbeat comes for a while, the connection is lost: the ranks save and stop.
 
 Importing this module loads no torch.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ALIVE, STOP, KILL = ".", "stop", "kill"
-"""The lines that follow the first."""
+"""The lines after the first."""
 SIGN_EVERY_S = 5.0
 COMMAND = (sys.executable, "-m", "lockstep")
 _SILENCE_S = 60.0
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Start what the first line says, and return its exit code."""
+    """Start what the first line describes, and return its exit code."""
     lines = _lines(0)
     until = time.monotonic() + _SILENCE_S
     first = next((line for line in lines if line is not None or time.monotonic() > until), None)
@@ -61,7 +61,7 @@ def main() -> int:
 
 def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
     # If this process is killed, the system asks the child to stop. (Only Linux can do this.)
-    import ctypes  # the command line imports this module, too
+    import ctypes  # the command line also imports this module
 
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -83,7 +83,7 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class _Stopping:
-    """Asks the child to stop, and kills it where it does not."""
+    """Asks the child to stop, and kills it if it does not."""
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
         self.child = child
@@ -98,7 +98,7 @@ class _Stopping:
             self._send(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ask once more: the launcher kills its ranks. It takes SIGINT for a second request, however soon it comes."""
+        """Ask again: the launcher kills its ranks. It counts SIGINT as a second request, however soon it comes."""
         self.ask()
         if self.times == 1:
             self.times = 2
@@ -107,7 +107,7 @@ class _Stopping:
             self._send(signal.SIGINT)
 
     def look(self) -> None:
-        """Kill the child where its time is over."""
+        """Kill the child if its time is over."""
         if time.monotonic() > self.kill_at:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.child.pid, signal.SIGKILL)
@@ -120,7 +120,7 @@ class _Stopping:
 def _follow(
     lines: Iterator[str | None], child: subprocess.Popen[bytes], stopping: _Stopping, lost: threading.Event
 ) -> None:
-    """Do what the lines say until the child has ended."""
+    """Follow the lines until the child has ended."""
     heard = time.monotonic()
     while child.poll() is None:
         stopping.look()
@@ -152,7 +152,7 @@ def _lines(descriptor: int) -> Iterator[str | None]:
 
 
 def _pass_on(reading: int, writing: int, lost: threading.Event) -> None:
-    """Copy what the child prints. After the connection is lost it is thrown away, so that the child can go on."""
+    """Copy the child's output. After the connection is lost it is discarded, so that the child can continue."""
     os.set_blocking(writing, False)
     while data := os.read(reading, 65536):
         while data and not lost.is_set():

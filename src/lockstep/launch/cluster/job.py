@@ -1,4 +1,4 @@
-"""The parts that all ways to machines share: the training, its nodes, and checks before anything is submitted."""
+"""What all ways to reach machines share: the training, its nodes, and checks before anything is submitted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.core.user_files import check_replaceable
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)|APIKEY", re.IGNORECASE)
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that nodes do not share
 HIDDEN = "HIDDEN"
-"""Stands in the place of a secret value where a text is shown."""
+"""Replaces a secret value if a text is shown."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Job:
     """Name of the config."""
     nodes: int
     nproc: str
-    """Ranks of a node; `auto`: a rank for each GPU."""
+    """Ranks of a node; `auto`: one rank per GPU."""
     run_dir: str
     overrides: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def train(self) -> list[str]:
-        """The arguments of `lockstep` on each node, without those that say where the nodes meet."""
+        """The arguments of `lockstep` on each node, except where the nodes meet."""
         return ["train", self.target, *self.overrides, "--nproc", self.nproc, "--run-dir", self.run_dir, *self.options]
 
     @property
@@ -56,7 +56,7 @@ class Job:
     @property
     def about(self) -> str:
         """A line for people: what is trained, and on how many ranks."""
-        ranks = "a rank for each GPU" if self.nproc == "auto" else f"{self.nproc} rank{'s' * (self.nproc != '1')}"
+        ranks = "one rank per GPU" if self.nproc == "auto" else f"{self.nproc} rank{'s' * (self.nproc != '1')}"
         if self.nodes == 1:
             return f"{self.target}: one node, {ranks}"
         return f"{self.target}: {self.nodes} nodes, {ranks} on each"
@@ -80,10 +80,10 @@ def shown_command(arguments: Sequence[str]) -> str:
 
 
 def read_environment(given: Iterable[str]) -> dict[str, str]:
-    """The variables of `--env NAME=VALUE`. `NAME` alone takes the value that it has here.
+    """The variables of `--env NAME=VALUE`. `NAME` without a value takes its value from this environment.
 
     Raises:
-        UsageError: not a variable's name, or a name without a value here.
+        UsageError: not a variable's name, or a name that is not set here.
     """
     variables = {}
     for text in given:
@@ -100,10 +100,10 @@ def read_environment(given: Iterable[str]) -> dict[str, str]:
 
 
 def check_target(target: str) -> None:
-    """Check that the file of `FILE.py:Task` names a class `Task`, without executing the file.
+    """Check that the file of `FILE.py:Task` defines a class `Task`, without executing the file.
 
     Raises:
-        UsageError: the file cannot be parsed, or binds no such name.
+        UsageError: the file cannot be parsed, or does not define the name.
     """
     path, is_file, name = target.rpartition(".py:")
     if not is_file:
@@ -112,7 +112,7 @@ def check_target(target: str) -> None:
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"is not Python: {error}", where=path, remedy="run it once: python FILE.py") from error
+        raise UsageError(f"is not Python: {error}", where=path, remedy="check it with: python FILE.py") from error
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=path, remedy="check its path") from error
     bound: set[str] = set()
@@ -125,34 +125,34 @@ def check_target(target: str) -> None:
             bound.add(node.id)
     if name.partition(".")[0] not in bound and "*" not in bound:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-        there = f"There are: {', '.join(classes)}" if classes else "It has no class"
-        raise UsageError(f"there is no {name!r}", where=path, remedy=f"name a class of the file. {there}")
+        there = f"There are: {', '.join(classes)}" if classes else "It contains no class"
+        raise UsageError(f"there is no {name!r}", where=path, remedy=f"name a class in the file. {there}")
 
 
 def check_tool(name: str, remedy: str) -> str:
     """The path of a command.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: the command is missing.
     """
     path = shutil.which(name)
     if path is None:
-        raise UsageError(f"there is no command {name!r} on this machine", remedy=remedy)
+        raise UsageError(f"the command {name!r} is missing on this machine", remedy=remedy)
     return path
 
 
 def warnings(job: Job, global_batch: int | None, directory: str) -> list[str]:
-    """Warnings about a job: what is probably wrong, and no error.
+    """Warnings about a job: what is probably wrong, but not an error.
 
     Args:
-        global_batch: samples of an update, if the config has a number.
+        global_batch: samples of an update, if the config contains a number.
         directory: the working directory of the training.
     """
     found = []
     place = os.path.normpath(os.path.join(directory, job.run_dir))
     if job.nodes > 1 and any(f"{place}/".startswith(f"{folder}/") for folder in _OF_ONE_NODE):
-        what = f"the run directory {place} is probably a folder of each node, and the nodes must share it"
-        found.append(f"{what}; give --run-dir on a shared file system")
+        what = f"the run directory {place} is probably local to each node, but nodes must share it"
+        found.append(f"{what}; give a --run-dir on a shared file system")
     if job.nproc != "auto" and global_batch is not None and job.nodes * int(job.nproc) > global_batch:
         ranks = job.nodes * int(job.nproc)
         what = f"{ranks} ranks share a global batch of {global_batch}, so {ranks - global_batch} have nothing to do"
@@ -161,15 +161,15 @@ def warnings(job: Job, global_batch: int | None, directory: str) -> list[str]:
 
 
 def write(path: Path, text: str, *, mark: str, is_secret: bool, force: bool = False) -> None:
-    """Write a file, over a file with the same mark too.
+    """Write a file. It may replace a file with the same mark.
 
     Args:
         mark: a part of all texts that this command writes.
         is_secret: only the user may read it.
-        force: also write over any other file.
+        force: also replace any other file.
 
     Raises:
-        UsageError: the path has another file, or cannot be written.
+        UsageError: the path is another file, or cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,4 +180,4 @@ def write(path: Path, text: str, *, mark: str, is_secret: bool, force: bool = Fa
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
-        raise UsageError(what, where=str(path), remedy="give another place with --output") from error
+        raise UsageError(what, where=str(path), remedy="give a different path with --output") from error

@@ -14,16 +14,16 @@ from lockstep.launch.cluster.job import Job
 MARK = "# Written by `lockstep launch kubernetes`"
 _PORT = 29400
 _CONTAINER = "node"  # the name that Kubeflow Trainer expects
-_LONGEST_NAME = 50  # a pod's host name has 63 letters at most, and ends with the numbers of the job and of the pod
+_LONGEST_NAME = 50  # a pod's host name has at most 63 letters, and ends with the numbers of the job and the pod
 _RESTARTABLE = 138
-"""The code that a PyTorchJob gets in the place of exit code 75. The training operator starts a pod again after codes
-from 128; 138 (128 + SIGUSR1) is the code that it leaves to users."""
+"""The exit code that replaces 75 in a PyTorchJob. The training operator restarts a pod after codes from 128; 138
+(128 + SIGUSR1) is the code that it leaves to users."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?")
 
 
 @dataclass(frozen=True)
 class Pod:
-    """The resources of the pod of a node."""
+    """The resources of a node's pod."""
 
     image: str
     claim: str
@@ -35,7 +35,7 @@ class Pod:
     cpu: str | None = None
     memory: str | None = None
     shm: str = "8Gi"
-    """Size of /dev/shm, through which workers of the loader pass on their samples."""
+    """Size of /dev/shm, through which loader workers pass their samples."""
     directory: str | None = None
     """Working directory. None: the image's."""
     python: str = "python"
@@ -46,7 +46,7 @@ class Pod:
 
 
 def name_of(text: str) -> str:
-    """A name for Kubernetes from a config's name: `CT_small` becomes `ct-small`."""
+    """A Kubernetes name from a config's name: `CT_small` becomes `ct-small`."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
@@ -55,11 +55,11 @@ def check_name(name: str, where: str = "--job-name") -> None:
     """Check a name.
 
     Raises:
-        UsageError: Kubernetes does not take it.
+        UsageError: Kubernetes does not accept it.
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _LONGEST_NAME:
-        remedy = f"use up to {_LONGEST_NAME} small letters, digits and -, such as {name_of(name)[:_LONGEST_NAME]}"
-        raise UsageError(f"{name!r} is no name for Kubernetes", where=where, remedy=remedy.rstrip("-"))
+        remedy = f"use up to {_LONGEST_NAME} lower-case letters, digits and -, such as {name_of(name)[:_LONGEST_NAME]}"
+        raise UsageError(f"{name!r} is not a name for Kubernetes", where=where, remedy=remedy.rstrip("-"))
 
 
 def read_volume(text: str) -> tuple[str, str]:
@@ -71,7 +71,7 @@ def read_volume(text: str) -> tuple[str, str]:
     claim, _, path = text.partition(":")
     path = path or Pod.mount
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim) or not path.startswith("/"):
-        raise UsageError(f"{text!r} is no volume", where="--volume", remedy="write CLAIM, or CLAIM:/path")
+        raise UsageError(f"{text!r} is not a volume", where="--volume", remedy="write CLAIM, or CLAIM:/path")
     return claim, path.rstrip("/") or "/"
 
 
@@ -79,18 +79,18 @@ def check(pod: Pod) -> None:
     """Check the sizes.
 
     Raises:
-        UsageError: a size is no quantity.
+        UsageError: a size is not a quantity.
     """
     for option, value in (("--cpu", pod.cpu), ("--memory", pod.memory), ("--shm", pod.shm)):
         if value is not None and not _QUANTITY.fullmatch(value):
-            raise UsageError(f"{value!r} is no quantity", where=option, remedy="write a number, such as 8, or 64Gi")
+            raise UsageError(f"{value!r} is not a quantity", where=option, remedy="write a number, such as 8, or 64Gi")
 
 
 def train_job(job: Job, pod: Pod, *, name: str, namespace: str, max_restarts: int = 3) -> list[dict[str, Any]]:
     """A TrainingRuntime and the TrainJob that uses it, for Kubeflow Trainer (trainer.kubeflow.org/v1alpha1).
 
     Args:
-        max_restarts: how often all pods are made anew after one was killed.
+        max_restarts: how often all pods are recreated after one was killed.
     """
     arguments = [_unexpanded(text) for text in job.train]
     if job.nodes > 1:
@@ -155,7 +155,7 @@ def pytorch_job(job: Job, pod: Pod, *, name: str, namespace: str, max_restarts: 
     """A PyTorchJob for the training operator (kubeflow.org/v1).
 
     Args:
-        max_restarts: how often pods are started again after a failure, besides requests to stop.
+        max_restarts: how often pods are restarted after a failure, not counting requests to stop.
     """
     agent = [pod.python, "-m", "lockstep", *job.train]
     if job.nodes > 1:
@@ -166,7 +166,7 @@ def pytorch_job(job: Job, pod: Pod, *, name: str, namespace: str, max_restarts: 
     container |= {"resources": resources} if resources else {}
     spec: dict[str, Any] = {
         "runPolicy": {"backoffLimit": max_restarts, "cleanPodPolicy": "Running"},
-        # Without a master: the controller then sets no RANK, which would make each agent a rank.
+        # Without a master: then the controller sets no RANK, which would make each agent a rank.
         "elasticPolicy": {"rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes},
         "pytorchReplicaSpecs": {
             "Worker": {
@@ -190,10 +190,10 @@ def pytorch_job(job: Job, pod: Pod, *, name: str, namespace: str, max_restarts: 
 
 def to_yaml(manifests: list[dict[str, Any]], *, about: str, command: str) -> str:
     """The manifests as a file for `kubectl apply -f`."""
-    import yaml  # not earlier: the command line imports this module whichever command it runs
+    import yaml  # here, because the command line always imports this module
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as blocks, and repeats no object by reference."""
+        """Writes multi-line texts as blocks, and repeats no object by reference."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -207,10 +207,10 @@ def to_yaml(manifests: list[dict[str, Any]], *, about: str, command: str) -> str
 
 
 def _job_of_nodes(pod: Pod, container: dict[str, Any]) -> dict[str, Any]:
-    """The Job whose pods are the nodes. Which exit code starts a pod again is said here."""
+    """The Job whose pods are the nodes. It defines which exit codes restart a pod."""
     return {
         "completionMode": "Indexed",
-        "backoffLimit": 0,  # any other failure: the JobSet makes all pods anew, maxRestarts times
+        "backoffLimit": 0,  # any other failure: the JobSet recreates all pods, maxRestarts times
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -260,7 +260,7 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _unexpanded(text: str) -> str:
-    """`text` such that a container gets it as it is: Kubernetes replaces $(NAME) by a variable's value, and $$ by $."""
+    """`text` escaped so that a container gets it unchanged: Kubernetes replaces $(NAME) by a variable, and $$ by $."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 

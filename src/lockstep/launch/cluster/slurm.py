@@ -1,4 +1,4 @@
-"""A job script for SLURM: one agent on each node, stopped before the time limit, and queued again until the end."""
+"""A SLURM job script: one agent on each node, stopped before the time limit, and requeued until the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Allocation:
-    """The resources that SLURM is asked for, besides nodes."""
+    """The resources to request from SLURM, in addition to nodes."""
 
     time: str
     """Time limit, in a form that sbatch reads."""
@@ -37,7 +37,7 @@ class Allocation:
     qos: str | None = None
     job_name: str = "lockstep"
     signal_before_s: int = 120
-    """Seconds before the time limit at which the ranks are asked to save and to stop."""
+    """Seconds before the time limit at which the ranks are asked to save and stop."""
     more: tuple[str, ...] = field(default=())
     """Further options of sbatch, such as --constraint=a100."""
 
@@ -60,7 +60,7 @@ def check(allocation: Allocation) -> None:
     """Check the time limit and the further options.
 
     Raises:
-        UsageError: a wrong time, a time that leaves nothing for training, or an option that is no option.
+        UsageError: a wrong time, a time that leaves nothing for training, or an invalid option.
     """
     limit = seconds_of(allocation.time)
     if limit <= allocation.signal_before_s:
@@ -71,7 +71,9 @@ def check(allocation: Allocation) -> None:
         )
     for option in allocation.more:
         if not re.fullmatch(r"-[^\n]+", option):
-            raise UsageError(f"{option!r} is no option", where="--sbatch", remedy='write --sbatch "--constraint=a100"')
+            raise UsageError(
+                f"{option!r} is not an option", where="--sbatch", remedy='write --sbatch "--constraint=a100"'
+            )
 
 
 def script(
@@ -89,11 +91,11 @@ def script(
 
     Args:
         directory: the working directory on all nodes.
-        python: the interpreter that has Lockstep, on the nodes or in the container.
+        python: the interpreter with Lockstep, on the nodes or in the container.
         container: an image. A file .sif is started with apptainer, and any other image by SLURM's plugin pyxis.
         setup: lines of shell, such as `module load cuda`.
-        max_requeues: how often in a row the job is queued again without a new checkpoint.
-        command: the command line that the script is made by, for its head.
+        max_requeues: how often in a row the job is requeued without a new checkpoint.
+        command: the command line that made the script, for its header.
     """
     parts = [
         _head(job, allocation, directory, command),
@@ -150,7 +152,7 @@ def _start(job: Job, allocation: Allocation, *, directory: str, python: str, con
     elif container is not None:
         mounts = "--container-mounts=" + ",".join(f"{place}:{place}" for place in places)
         options = [f"--container-image={container}", mounts, f"--container-workdir={directory}"]
-    # SLURM gives a step of the job no more CPUs than a task asks for, whatever the job has.
+    # SLURM gives a job step only as many CPUs as a task asks for, whatever the job has.
     cpus = ["--cpus-per-task=$SLURM_CPUS_PER_TASK"] if allocation.cpus_per_task is not None else []
     meeting = []
     if job.nodes > 1:
@@ -196,10 +198,10 @@ agents=$!
 [ -z "$asked" ] || { sleep 5; kill -USR1 "$agents"; }  # USR1 came before there were agents
 while again=; wait "$agents"; code=$?; [ -n "$again" ]; do :; done  # a signal interrupts `wait`
 
-# Exit code 75: the ranks have saved and stopped, and the same job goes on from there. Other codes end the job, unless
+# Exit code 75: the ranks have saved and stopped, and the same job resumes from there. Other codes end the job, unless
 # the ranks were killed at the time limit.
 if [ "$code" != 75 ] && { [ -z "$asked" ] || [ "$code" -le 128 ]; }; then exit "$code"; fi
-# After TERM, SLURM queues the job again by itself, or it was cancelled. Only at the time limit this script must do it.
+# After TERM, SLURM requeues the job itself, or it was cancelled. Only at the time limit, this script must do it.
 if [ -n "$ended" ] && { [ -z "$asked" ] || [ $((ended - asked)) -lt $((signal_before - 5)) ]; }; then exit "$code"; fi
 after=$(newest)
 count=0
@@ -208,10 +210,10 @@ if [ "$after" = "$before" ]; then
     count=$((count + 1))
 fi
 if [ "$count" -gt "$max_requeues" ]; then
-    echo "not queued again: stopped $count times in a row without a new checkpoint in $run_dir" >&2
+    echo "not requeued: stopped $count times in a row without a new checkpoint in $run_dir" >&2
     exit "$code"
 fi
 echo "$SLURM_JOB_ID $count" > "$run_dir/slurm-requeues"
-scontrol requeue "$SLURM_JOB_ID" || exit "$code"  # it has said why
-echo "stopped at ${after:-no checkpoint}; job $SLURM_JOB_ID is queued again" >&2
+scontrol requeue "$SLURM_JOB_ID" || exit "$code"  # it printed the reason
+echo "stopped at ${after:-no checkpoint}; job $SLURM_JOB_ID is requeued" >&2
 """

@@ -1,4 +1,4 @@
-"""Agents on several hosts through ssh: one command here starts them, shows what they print, and ends with them."""
+"""Agents on several hosts through ssh: one command here starts them, shows their output, and ends with them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from lockstep.launch.cluster.job import Job
 
 PORT = 29400
 _OPTIONS = (
-    *("-T", "-o", "BatchMode=yes"),  # a question for a password would wait for ever
+    *("-T", "-o", "BatchMode=yes"),  # a password prompt would wait forever
     *("-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
 )
 _LOST = 255  # ssh's own exit code
 _OTHERS_S = 90.0  # after a host has failed, for the others to end by themselves
 _STOPPING_S = 150.0  # after a request to stop, for all hosts to save and to end
-_AT_ONCE_S = 8.0  # after a request to end at once
+_AT_ONCE_S = 8.0  # after a request to end immediately
 _LOOK_EVERY_S = 0.1
-_NO_COMMAND = 127  # a shell's exit code for a command that is not there
+_NO_COMMAND = 127  # a shell's exit code for a missing command
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the agents run, and how to get there."""
+    """Where the agents run, and how to reach them."""
 
     names: tuple[str, ...]
     directory: str
     """Working directory on all hosts."""
     python: str
-    """The interpreter that has Lockstep on the hosts."""
+    """The interpreter with Lockstep on the hosts."""
     ssh: tuple[str, ...] = ("ssh",)
     """The command, with options such as -p and -i."""
 
@@ -60,21 +60,23 @@ def read_hosts(text: str) -> tuple[str, ...]:
     """The names of `--hosts a,b,c`.
 
     Raises:
-        UsageError: there is none, one is no name, or one appears twice.
+        UsageError: there is none, one is not a name, or one appears twice.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name.startswith("-") or any(letter.isspace() for letter in name):
-            raise UsageError(f"{name!r} is no host", where="--hosts", remedy="write --hosts a,b,c")
+            raise UsageError(f"{name!r} is not a host", where="--hosts", remedy="write --hosts a,b,c")
         if names.count(name) > 1:
-            raise UsageError(f"{name} appears twice", where="--hosts", remedy="name each host once; --nproc has ranks")
+            raise UsageError(
+                f"{name} appears twice", where="--hosts", remedy="name each host once; --nproc sets the ranks"
+            )
     if not names:
-        raise UsageError("no host is named", where="--hosts", remedy="write --hosts a,b,c")
+        raise UsageError("no host is given", where="--hosts", remedy="write --hosts a,b,c")
     return names
 
 
 def address_of(hosts: Hosts) -> str:
-    """The name or address of the first host for the others: the HostName that ssh's configuration has for it."""
+    """The name or address of the first host for the others: its HostName in ssh's configuration."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         shown = subprocess.run(
             [*hosts.ssh, "-G", hosts.names[0]], capture_output=True, text=True, timeout=10, check=True
@@ -95,10 +97,10 @@ def orders(job: Job, host: str, rendezvous: str) -> dict[str, object]:
 def run(job: Job, hosts: Hosts, rendezvous: str) -> int:
     """Start an agent on each host, and wait until all have ended.
 
-    A first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and to stop. A second ends them at once.
+    A first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop. A second ends them immediately.
 
     Returns:
-        the exit code: that of the host that failed first; 75 where the ranks have saved and stopped.
+        the exit code: that of the host that failed first; 75 if the ranks have saved and stopped.
     """
     with _asked() as asked:
         remotes = [_Remote(host, hosts.command(host), orders(job, host, rendezvous)) for host in hosts.names]
@@ -106,7 +108,7 @@ def run(job: Job, hosts: Hosts, rendezvous: str) -> int:
 
 
 def exit_code(ended: Sequence[tuple[str, int]]) -> int:
-    """The exit code of a run, from hosts and their codes in the order of their ends."""
+    """The exit code of a run, from hosts and their codes in the order in which they ended."""
     codes = [code for _, code in ended]
     failed = [code for code in codes if code not in (0, Preempted.exit_code)]
     of_ranks = [code for code in failed if code != _LOST]
@@ -117,7 +119,7 @@ def exit_code(ended: Sequence[tuple[str, int]]) -> int:
 
 @dataclass
 class _Asked:
-    """Requests to stop that signals have brought."""
+    """Requests to stop from signals."""
 
     times: int = 0
 
@@ -141,11 +143,11 @@ def _asked() -> Iterator[_Asked]:
 
 
 class _Remote:
-    """The ssh process of a host, and the threads that show what it prints."""
+    """The ssh process of a host, and the threads that show its output."""
 
     def __init__(self, host: str, command: Sequence[str], order: Mapping[str, object]) -> None:
         self.host = host
-        # A session of its own: Ctrl-C reaches this process alone, which passes it on.
+        # In its own session: Ctrl-C reaches only this process, which passes it on.
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe)
         assert self.process.stdout is not None
@@ -159,14 +161,14 @@ class _Remote:
         self.say(json.dumps(order))
 
     def say(self, line: str) -> None:
-        """Send a line. Nobody reads it where the connection is gone."""
+        """Send a line. Nobody reads it if the connection is gone."""
         with contextlib.suppress(OSError, ValueError):
             assert self.process.stdin is not None
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def end(self) -> int:
-        """The exit code of a process that has ended, after everything that it printed was shown."""
+        """The exit code of a process that has ended, after all of its output was shown."""
         for thread in self.threads:
             thread.join(2.0)
         code = self.process.returncode
@@ -174,7 +176,7 @@ class _Remote:
 
 
 def _wait(remotes: Sequence[_Remote], asked: _Asked, hosts: Hosts) -> int:
-    """Wait for all hosts, and pass requests to stop on to them. Every wait has an end."""
+    """Wait for all hosts, and pass requests to stop on to them. Every wait is limited."""
     running, ended = list(remotes), list[tuple[str, int]]()
     passed_on, deadline, next_sign = 0, float("inf"), time.monotonic()
     while running:
@@ -197,7 +199,7 @@ def _wait(remotes: Sequence[_Remote], asked: _Asked, hosts: Hosts) -> int:
             for remote in running:
                 remote.say(host_agent.STOP if wanted == 1 else host_agent.KILL)
             _tell_passed_on(wanted, [remote.host for remote in running], by_signal=not late)
-        elif late:  # the remote ends do not answer, and end by themselves when they hear nothing more
+        elif late:  # the remote ends do not answer, and end by themselves without heartbeats
             for remote in running:
                 remote.process.kill()
         time.sleep(_LOOK_EVERY_S)
@@ -210,18 +212,18 @@ def _tell_passed_on(times: int, waiting: Sequence[str], *, by_signal: bool) -> N
     names = ", ".join(waiting)
     if not by_signal:
         again = " again" if times > 1 else ""
-        _tell(f"still running after another host has failed: {names}; asked{again} to end")
+        _tell(f"still running after another host failed: {names}; asked{again} to end")
     elif times == 1:
-        _tell(f"stopping: {names} save and end. Once more to end at once")
+        _tell(f"stopping: {names} save and end. Repeat to end immediately")
     else:
-        _tell(f"ending at once: {names}")
+        _tell(f"ending immediately: {names}")
 
 
 def _tell_end(host: str, code: int, hosts: Hosts) -> None:
     if code == _LOST:
-        _tell(f"{host}: no connection, or it was lost; try: {shlex.join([*hosts.ssh, host, 'true'])}")
+        _tell(f"{host}: cannot connect, or the connection was lost; try: {shlex.join([*hosts.ssh, host, 'true'])}")
     elif code == _NO_COMMAND:
-        _tell(f"{host}: it has no {hosts.python}; give the interpreter that has Lockstep there with --python")
+        _tell(f"{host}: {hosts.python} is missing; give the interpreter with Lockstep there with --python")
     elif code not in (0, Preempted.exit_code):
         _tell(f"{host}: ended with exit code {code}")
 
@@ -235,7 +237,7 @@ _showing = threading.Lock()
 
 
 def _show(host: str, stream: IO[bytes], out: IO[str]) -> None:
-    """Print the lines of a host with its name. The terminal may be gone: the host must be able to go on."""
+    """Print the lines of a host with its name. The terminal may be gone, but the host must be able to continue."""
     for line in stream:
         text = line.decode(errors="replace").rstrip("\n")
         with _showing, contextlib.suppress(OSError, ValueError):

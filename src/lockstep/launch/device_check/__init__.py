@@ -1,1 +1,1 @@
-"""Known answers: what a device computes, keeps in memory and exchanges, compared with the right result."""
+"""Known answers: what a device computes, stores and exchanges, compared with the correct result."""

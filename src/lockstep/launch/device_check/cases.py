@@ -1,9 +1,9 @@
-"""Operations whose results are known, in each number format.
+"""Operations with known results, in each number format.
 
-There are two kinds. **Exact** cases compute with small whole numbers. Every sum on the way is a number that the format
-has, so there is a single right answer, for every order of additions and on every device. Other cases compute with
-numbers that use all bits of the format. Their results must be within a bound of a result in float64 on the CPU, and
-must be the same bits each time, and on all devices of the same kind.
+There are two kinds. **Exact** cases compute with small integers. The format can represent every intermediate sum, so
+there is a single correct answer, for every order of additions and on every device. The other cases compute with
+numbers that use all bits of the format. Their results must be within a bound of a float64 result on the CPU, and must
+be bitwise equal each time, and on all devices of the same kind.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number formats by name. `tf32` is fp32 with `allow_tf32`, on CUDA alone."""
+"""Number formats by name. `tf32` is fp32 with `allow_tf32`, only on CUDA."""
 _UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half the distance from 1 to the next number: the largest relative error of rounding."""
 _UNIT_TF32 = 2.0**-11
 _LARGEST = {torch.float64: 1 << 20, torch.float32: 64, torch.bfloat16: 1, torch.float16: 1}
-"""Whole numbers up to this are entries of exact products. A sum of 2,048 products stays below 2**53 and 2**24; with
-entries of 0 and 1 it stays below 256 in all cases that are made here, which bf16 has exactly."""
+"""Exact products have integer entries up to this size. A sum of 2,048 products stays below 2**53 and 2**24; with
+entries of 0 and 1 it stays below 256 in all cases here, which bf16 represents exactly."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def cases(size: int, *, has_float64: bool = True, has_tf32: bool = False) -> Ite
 
 
 def _whole(size: tuple[int, ...], largest: int, seed: int) -> Tensor:
-    """Whole numbers from -largest to largest, in float64: the same on every machine."""
+    """Integers from -largest to largest, in float64: the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-largest, largest + 1, size, generator=generator).double()
 
 
 def _all_bits(size: tuple[int, ...], seed: int) -> Tensor:
-    """Numbers from -1 to 1 with 30 random bits, in float64. No function of the CPU is called that could round."""
+    """Numbers from -1 to 1 with 30 random bits, in float64. No CPU function that could round is called."""
     return _whole(size, 1 << 30, seed) / (1 << 30)
 
 
@@ -115,7 +115,7 @@ def _product(
 
 
 def _convolution(name: str, dtype: torch.dtype, size: int) -> Case:
-    """A convolution, and its gradients. Winograd's kernels add larger numbers: 16 times the bound of a sum."""
+    """A convolution, and its gradients. Winograd kernels add larger numbers: 16 times the bound of a sum."""
     images, weights = _all_bits((4, 8, size, size), 5).to(dtype), _all_bits((8, 8, 3, 3), 6).to(dtype)
 
     def compute(images: Tensor, weights: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _attention(name: str, dtype: torch.dtype, size: int) -> Case:
 
 
 def _elementwise(size: int) -> Case:
-    """Functions of single numbers. Libraries promise a few units in the last place each."""
+    """Functions of single numbers. Libraries guarantee a few units in the last place each."""
     numbers = _all_bits((size, size), 10).float()
 
     def compute(x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _sum(size: int) -> Case:
 
 
 def _scatter(size: int) -> Case:
-    """Whole numbers that are added at places: atomic additions may come in any order."""
+    """Integers that are added at positions: atomic additions may come in any order."""
     numbers = _whole((size * 16,), 8, 17)
     places = _whole((size * 16,), 1 << 20, 18).abs().long() % size
 
@@ -212,13 +212,13 @@ def _sort(size: int) -> Case:
 
 
 def _copy(size: int) -> Case:
-    """A copy on the device: with the inputs' way there and the result's way back, it tests the bus."""
+    """A copy on the device: together with transferring inputs and result, it tests the bus."""
     numbers = _whole((size, 4 * size), 1 << 24, 20)
     return Case("copy", "fp32", (numbers.float(),), torch.clone, numbers, None)
 
 
 def first_wrong(case: Case, result: Tensor) -> str | None:
-    """The first element of `result` that is wrong, in words. None: all are right.
+    """The first wrong element of `result`, in words. None: all are correct.
 
     Args:
         result: on the CPU.
@@ -232,21 +232,21 @@ def first_wrong(case: Case, result: Tensor) -> str | None:
 
 
 def described(result: Tensor, right: Tensor, place: int, count: int) -> str:
-    """An element that is wrong, in words.
+    """A wrong element, in words.
 
     Args:
-        place: of the element in the flattened tensors.
-        count: of all elements that are wrong.
+        place: position of the element in the flattened tensors.
+        count: number of wrong elements.
     """
     index = tuple(int(number) for number in torch.unravel_index(torch.tensor(place), result.shape))
     found, expected = float(result.flatten()[place]), float(right.flatten()[place])
     more = f", and {count - 1} more" if count > 1 else ""
     bits = _bits(result.flatten()[place], right.flatten()[place])
-    return f"element {index} is {found!r}, right is {expected!r}{bits}{more}"
+    return f"element {index} is {found!r}, should be {expected!r}{bits}{more}"
 
 
 def _bits(found: Tensor, right: Tensor) -> str:
-    """Which bits differ, where `right` is a number of the format."""
+    """Which bits differ, if the format can represent `right`."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[found.element_size()]
     rounded = right.to(found.dtype)
     if math.isnan(float(right)) or float(rounded) != float(right):

@@ -1,4 +1,4 @@
-"""Exchanges between ranks whose results are known: sums, copies to all, shares of all, and messages."""
+"""Exchanges between ranks with known results: sums, broadcasts, gathers and messages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def _of_rank(rank: int, seed: int, length: int = _LENGTH) -> Tensor:
-    """-1, 0 and 1, so that sums over ranks are exact in all formats, in whatever order they are added."""
+    """-1, 0 and 1, so that sums over ranks are exact in all formats and orders."""
     generator = torch.Generator().manual_seed(1000 * rank + seed)
     return torch.randint(-1, 2, (length,), generator=generator)
 
 
 def check(world: World) -> Iterator[tuple[str, str | None]]:
-    """Exchange numbers with all ranks, and compare what arrives. A collective: all ranks take all that it yields.
+    """Exchange numbers with all ranks, and compare what arrives. A collective: all ranks consume all that it yields.
 
     Yields:
-        the name of each exchange, and what is wrong on this rank, in words; None: nothing is.
+        the name of each exchange, and what is wrong on this rank, in words; None: nothing.
     """
     kinds: dict[str, Callable[[World, torch.dtype], tuple[Tensor, Tensor]]] = {
         "sum over ranks": _sum,
@@ -65,7 +65,7 @@ def _all_gather(world: World, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _message(world: World, distance: int, other: int) -> str | None:
-    """Each rank sends to the rank at a distance, and so receives: a wrong message names a pair of ranks."""
+    """Each rank sends to the rank at a distance and receives likewise: a wrong message identifies a pair of ranks."""
     own = _of_rank(world.rank, 3 + distance).to(world.device)
     received = torch.empty_like(own)
     operations = [
@@ -84,4 +84,4 @@ def _wrong(found: Tensor, right: Tensor) -> str | None:
     if not len(differing):
         return None
     place = int(differing[0])
-    return f"element {place} is {float(on_host[place])!r}, right is {int(right[place])}, {len(differing)} are wrong"
+    return f"element {place} is {float(on_host[place])!r}, should be {int(right[place])}, {len(differing)} are wrong"

@@ -1,4 +1,4 @@
-"""Who differs: a judgement of the reports of all ranks. Nothing here computes on a device or communicates."""
+"""Who differs: judges the reports of all ranks. Nothing here computes on a device or communicates."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from lockstep.launch.device_check.run import Report, Tally
 from lockstep.launch.preflight.judgement import Finding, Level
 
 _REMEDY = (
-    "take this device out of the training, and run lockstep doctor check-device --seconds 600 on it alone; where its "
-    "results are wrong again, it is defective: its vendor's diagnosis (NVIDIA: dcgmi diag -r 4) and a replacement"
+    "take this device out of the training and run lockstep doctor check-device --seconds 600 only on it; if its "
+    "results are wrong again, it is defective: run the vendor's diagnostics (NVIDIA: dcgmi diag -r 4) and replace it"
 )
 _REMEDY_EXCHANGE = (
-    "look at the cables, the switch and the memory of both ends; where messages between all other ranks are right, "
-    "leave out the node that all wrong messages have in common"
+    "check the cables, the switch and the memory of both ends; if messages between all other ranks are correct, "
+    "remove the node that all wrong messages have in common"
 )
 _REMEDY_BITS = (
-    "the same model and libraries compute other bits: compare clocks, firmware and driver; run with --seconds 600 on "
+    "the same model and libraries compute different bits: compare clocks, firmware and driver; run --seconds 600 on "
     "each; a device that differs from all others is suspect, even if its results are within the bound"
 )
 
 
 def findings(reports: Sequence[Report]) -> list[Finding]:
-    """A finding for each case, in the order of the cases, and one for each rank with wrong results."""
+    """A finding for each case, in order, and one for each rank with wrong results."""
     found = []
     for label in dict.fromkeys(label for report in reports for label in report.tallies):
         tallies = {report.rank: report.tallies[label] for report in reports if label in report.tallies}
@@ -50,7 +50,7 @@ def _of_case(label: str, tallies: dict[int, Tally], reports: Sequence[Report]) -
 
 
 def _other_bits(digests: dict[int, str], reports: Sequence[Report]) -> str:
-    """Which ranks have other bits than the others of their kind, in words; empty if none has."""
+    """Which ranks have different bits than the others of their kind, in words; empty if none has."""
     for kind in dict.fromkeys(reports[rank].kind for rank in digests):
         of_kind = {rank: digest for rank, digest in digests.items() if reports[rank].kind == kind}
         usual, count = Counter(of_kind.values()).most_common(1)[0]
@@ -59,9 +59,9 @@ def _other_bits(digests: dict[int, str], reports: Sequence[Report]) -> str:
         others = [rank for rank, digest in of_kind.items() if digest != usual]
         if 2 * count > len(of_kind):
             shown = ", ".join(named(reports[rank]) for rank in others)
-            return f"{shown}: other bits than {_ranks(count)} of the same kind ({kind})"
+            return f"{shown}: different bits than {_ranks(count)} of the same kind ({kind})"
         shown = ", ".join(f"{named(reports[rank])}: {digest}" for rank, digest in of_kind.items())
-        return f"ranks of the same kind have other bits, and no majority tells who is right ({shown})"
+        return f"ranks of the same kind have different bits, and there is no majority ({shown})"
     return ""
 
 
@@ -75,7 +75,7 @@ def _ranks(count: int) -> str:
 
 
 def table(reports: Sequence[Report]) -> str:
-    """A line for each rank: results that were compared, and how many of them were wrong."""
+    """A line for each rank: how many results were compared, and how many were wrong."""
     rows = [("rank", "node", "device", "results", "wrong")]
     rows += [(str(one.rank), one.node, one.device, str(one.runs), str(one.wrong)) for one in reports]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -1,4 +1,4 @@
-"""Patterns in the memory of a device: written, read again, and inverted."""
+"""Patterns in the memory of a device: written, read back, and inverted."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _PATTERNS = {"zeros": 0, "ones": -1, "0101": 0x5555555555555555, "1010": -0x5555
 
 
 def check(size: int, device: torch.device) -> Iterator[tuple[str, str | None]]:
-    """Fill memory with patterns, and read each of them when all of it is filled.
+    """Fill memory with patterns, and read each back when all of it is filled.
 
     Args:
         size: bytes.
 
     Yields:
-        the name of each pattern, and what is wrong, in words; None: nothing is.
+        the name of each pattern, and what is wrong, in words; None: nothing.
     """
     blocks = [torch.empty(_BLOCK, dtype=torch.int64, device=device) for _ in range(max(1, size // (8 * _BLOCK)))]
     for name, value in _PATTERNS.items():
         for block in blocks:
             block.fill_(value)
         yield name, _first_wrong(blocks, value)
-    for sign in (1, -1):  # each place holds its own address: a row or a line that is taken for another is found
+    for sign in (1, -1):  # each word holds its own address: this detects rows or lines that are confused
         for number, block in enumerate(blocks):
             torch.arange(number * _BLOCK, (number + 1) * _BLOCK, out=block)
             block.mul_(sign)
@@ -42,7 +42,7 @@ def _first_wrong(blocks: list[Tensor], value: int | None, sign: int = 1) -> str 
             place = int(differing.nonzero()[0])
             expected = value if value is not None else sign * (number * _BLOCK + place)
             bits = (int(block[place]) ^ expected) % (1 << 64)
-            first = f"byte {8 * (number * _BLOCK + place)} and the 7 behind it differ in {bits.bit_count()} bits"
+            first = f"byte {8 * (number * _BLOCK + place)} and the next 7 differ in {bits.bit_count()} bits"
         wrong += count
     return f"{wrong} words of 8 bytes are wrong: {first}" if wrong else None
 

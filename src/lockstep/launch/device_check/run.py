@@ -1,4 +1,4 @@
-"""Known answers on all ranks, over a time, and who differs."""
+"""Known answers on all ranks, over a time, and which ranks differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.launch.device_check.cases import Case
 _SIZE_CPU, _SIZE_GPU = 256, 2048
 _MEMORY_SHARE = 0.5
 _MEMORY_CPU = 1 << 28
-_HOST_EVERY = 16  # the result of every such run is compared on the host, the others on the device
+_HOST_EVERY = 16  # every 16th result is compared on the host, the others on the device
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tally:
     digest: str = ""
     """Of the bits of the first result; empty for memory and exchanges."""
     skipped: str = ""
-    """Why the case did not run; empty where it ran."""
+    """Why the case did not run; empty if it ran."""
 
     def add(self, wrong: str | None) -> None:
         """Count a run."""
@@ -52,7 +52,7 @@ class Report:
     rank: int
     node: str
     device: str
-    """The device and its model, and its identity where it has one."""
+    """The device and its model, and its identity if it has one."""
     kind: str
     """Devices of the same kind compute the same bits: the model, and the version of torch."""
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -60,21 +60,21 @@ class Report:
 
     @property
     def runs(self) -> int:
-        """Results that were compared."""
+        """Number of compared results."""
         return sum(tally.runs for tally in self.tallies.values())
 
     @property
     def wrong(self) -> int:
-        """Results that were wrong."""
+        """Number of wrong results."""
         return sum(tally.wrong for tally in self.tallies.values())
 
 
 def check(world: World, *, seconds: float = 20.0, memory_share: float = _MEMORY_SHARE) -> list[Report]:
-    """Compute, keep and exchange what is known, again and again, on every rank. A collective.
+    """Compute, store and exchange known values repeatedly, on every rank. A collective.
 
     Args:
-        seconds: the time for operations; each runs at least twice. Memory and exchanges come on top.
-        memory_share: the share of the free memory of a device that gets patterns. Of the host's memory, 256 MiB do.
+        seconds: the time for operations; each runs at least twice. Memory and exchanges take additional time.
+        memory_share: the fraction of a device's free memory that is tested. Of the host's memory, 256 MiB are.
 
     Returns:
         the reports of all ranks, on every rank.
@@ -95,7 +95,7 @@ def check(world: World, *, seconds: float = 20.0, memory_share: float = _MEMORY_
 
 
 def wrong_answers(device: torch.device) -> list[str]:
-    """The labels of the cases that this device gets wrong, each run twice. It takes some seconds."""
+    """The labels of the cases that this device computes wrongly, each run twice. It takes some seconds."""
     report = Report(0, "", "", "")
     with _settings():
         _operations(World(0, 1, 0, device), report, 0.0)
@@ -104,7 +104,7 @@ def wrong_answers(device: torch.device) -> list[str]:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Inside, kernels are chosen alike each time, and products of 16 bits are added in 32 bits."""
+    """Inside, kernel choices are reproducible, and 16-bit products are accumulated in 32 bits."""
     matmul, cudnn, threads = torch.backends.cuda.matmul, torch.backends.cudnn, torch.get_num_threads()
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32")
     before = [getattr(matmul, name) for name in names]
@@ -112,7 +112,7 @@ def _settings() -> Iterator[None]:
     for name in names:
         setattr(matmul, name, False)
     cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
-    torch.set_num_threads(1)  # sums of several threads have other bits
+    torch.set_num_threads(1)  # sums over several threads differ in bits
     try:
         yield
     finally:
@@ -147,7 +147,7 @@ def _operations(world: World, report: Report, seconds: float) -> None:
 
 
 class _OnDevice:
-    """A case whose inputs are on the device. Making it makes the first run."""
+    """A case with its inputs on the device. Creating it makes the first run."""
 
     def __init__(self, case: Case, tally: Tally, device: torch.device) -> None:
         self.case, self.tally = case, tally
@@ -164,7 +164,7 @@ class _OnDevice:
             return self.case.compute(*self.inputs)
 
     def run(self) -> None:
-        """Compute again: the result must be the same bits."""
+        """Compute again: the result must be bitwise equal."""
         result = self._compute()
         compares_on_host = self.right is None or self.tally.runs % _HOST_EVERY == 0
         if not compares_on_host and torch.equal(result, self.first):
@@ -175,7 +175,7 @@ class _OnDevice:
         if wrong is None and self.right is not None and not torch.equal(on_host, self.right):
             differing = on_host != self.right
             place = int(differing.flatten().nonzero()[0])
-            wrong = "other bits than the first run: "
+            wrong = "different bits than the first run: "
             wrong += known.described(on_host, self.right.double(), place, int(differing.sum()))
         if wrong is None and not compares_on_host:
             wrong = "the device found two equal results different"
@@ -196,7 +196,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _cpu() -> str:
-    """The model of this CPU and the instructions that torch uses: with others, sums have other bits."""
+    """The model of this CPU and the instructions that torch uses: with different ones, sums have different bits."""
     model = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,1 +1,1 @@
-"""Checks on every rank before anything expensive: facts of the ranks, and a judgement of them."""
+"""Checks on every rank before anything expensive: facts about the ranks, and a judgement of them."""

@@ -25,26 +25,26 @@ from lockstep.core.parallel.world import World
 T = TypeVar("T")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")  # parts of a divided GPU may have the same identity
 ANSWER_S = 10.0
-"""A file system that gives no answer for so long is a fault."""
+"""A file system that does not answer for this long is a fault."""
 _ENDING_S = 10.0  # ranks of an earlier start may hold memory until they have ended
 LEAST_FREE = 1 << 30
-"""A device with fewer free bytes cannot train: the driver's context alone takes half of them."""
+"""A device with fewer free bytes cannot train: the driver's context takes half of them."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The training that is about to begin."""
+    """The training that is about to start."""
 
     config: Mapping[str, Any]
     """The value of each key of the config, by dotted path."""
     source: str
-    """Digest of the task's code. Empty: it cannot be read, or belongs to Lockstep."""
+    """Digest of the task's code. Empty: it is unreadable, or belongs to Lockstep."""
     folder: Path
     """The run directory."""
     data: Mapping[str, str]
     """Sources of data that may be files or folders, by the key that names them."""
     stop: int | None
-    """Step at which the training ends, where the config tells."""
+    """Step at which the training ends, if the config defines it."""
     fresh: bool
     """True if an earlier run in the folder will be deleted."""
 
@@ -56,11 +56,11 @@ class Facts:
     node: str
     """The name of its node."""
     key: str
-    """Its common ground with the ranks of its node alone."""
+    """What it shares only with the ranks of its node."""
     process: int
     device: str
     identity: str | None
-    """An identity that tells its device from all others; None where ranks share a device."""
+    """An identity that distinguishes its device from all others; None if ranks share a device."""
     versions: Mapping[str, str]
     config: str
     """Digest of the config."""
@@ -69,15 +69,15 @@ class Facts:
     folder: str
     """The run directory, as an absolute path."""
     data: Mapping[str, str]
-    """The kind of thing under each source of data, such as `a file of 123 bytes`; `nothing`."""
+    """The kind of each source of data, such as `a file of 123 bytes`; `nothing`."""
     clock: float
-    """Seconds since 1970, at a moment that is the same for all ranks but for the time that a message takes."""
+    """Seconds since 1970, at the same moment on all ranks up to the latency of a message."""
     memory: tuple[int, int] | None = None
-    """Free bytes and all bytes of its device; None where the device shares the host's memory."""
+    """Free bytes and all bytes of its device; None if the device shares host memory."""
     users: tuple[str, ...] = ()
-    """Other processes that hold memory of its device, where they were asked for."""
+    """Other processes that hold memory of its device, if requested."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Facts that could not be found out, and why."""
+    """Facts that could not be determined, and why."""
 
 
 def digest(value: object) -> str:
@@ -86,7 +86,7 @@ def digest(value: object) -> str:
 
 
 def of_rank(subject: Subject, world: World) -> Facts:
-    """The facts of this rank. A collective: clocks are compared after all ranks have come here."""
+    """The facts of this rank. A collective: clocks are compared once all ranks have arrived here."""
     device = devices.of(world.device)
     identity = device.identity()
     visible = [f"{name}={os.environ[name]}" for name in _VISIBLE if name in os.environ]
@@ -95,7 +95,7 @@ def of_rank(subject: Subject, world: World) -> Facts:
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     libraries = device.libraries()
     versions |= {name: str(libraries[name]) for name in ("cuda", "rocm", "nccl") if libraries.get(name)}
-    if spans_machines(world.size):  # which may have other code
+    if spans_machines(world.size):  # which may have different code
         versions["lockstep"] += f" ({_digest_of_package()[:8]})"
     world.all_sum([0.0])
     return Facts(
@@ -117,14 +117,14 @@ def of_rank(subject: Subject, world: World) -> Facts:
 
 
 def spans_machines(size: int) -> bool:
-    """True if some of `size` ranks are not on this machine, as far as the environment tells."""
+    """True if some of `size` ranks are not on this machine, as far as the environment shows."""
     return this_process.local_ranks() < size
 
 
 def memory_of(device: devices.Device) -> tuple[tuple[int, int] | None, list[str]]:
-    """Free and all bytes of a device, and the processes that hold memory where little is free.
+    """Free and all bytes of a device, and the processes that hold memory if little is free.
 
-    Ranks of an earlier start may be ending, so it waits a few seconds for free memory.
+    Ranks of an earlier start may still be ending, so it waits a few seconds for free memory.
     """
     deadline = time.monotonic() + _ENDING_S
     while (memory := device.free_memory()) is not None and memory[0] < LEAST_FREE:
@@ -137,7 +137,7 @@ def memory_of(device: devices.Device) -> tuple[tuple[int, int] | None, list[str]
 
 @functools.cache
 def _digest_of_package() -> str:
-    """Digest of the code of Lockstep: copies of a checkout have the same version, and may have different code."""
+    """Digest of Lockstep's code: copies of a checkout have the same version, but may have different code."""
     found = hashlib.sha256()
     for package in map(Path, lockstep_folders()):
         for path in sorted(package.rglob("*.py")):
@@ -146,12 +146,12 @@ def _digest_of_package() -> str:
 
 
 def _kind(path: Path) -> str:
-    """The kind of thing at a path."""
+    """The kind of a path."""
     try:
         about = path.expanduser().stat()
     except FileNotFoundError:
         return "nothing"
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: no path at all
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: not a path at all
         return f"nothing that can be read ({getattr(error, 'strerror', None) or error})"
     if not os.access(path.expanduser(), os.R_OK):
         return "nothing that can be read (Permission denied)"
@@ -159,9 +159,9 @@ def _kind(path: Path) -> str:
 
 
 def within(call: Callable[[], T], seconds: float) -> tuple[T | None, str]:
-    """The value that `call` returns, and an empty text; or None and why there is no answer.
+    """The value that `call` returns, and an empty text; or None and the reason why there is no answer.
 
-    A file system whose server is gone never answers, and cannot be interrupted. So the call runs in a thread.
+    A file system whose server is gone never answers and cannot be interrupted. So the call runs in a thread.
     """
     answers: list[T] = []
     faults: list[str] = []

@@ -1,4 +1,4 @@
-"""Faults before a training: a judgement of the facts of all ranks. Nothing here communicates or reads files."""
+"""Faults before a training: judges the facts of all ranks. Nothing here communicates or reads files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.launch.preflight.facts import LEAST_FREE, Facts
 from lockstep.launch.preflight.links import Link, Sum
 from lockstep.launch.preflight.shared_folder import Access
 
-_SKEW_S = 5.0  # clocks that differ by more are named; the clocks are read within the time of a message
+_SKEW_S = 5.0  # clocks that differ by more are reported; they are read within the time of a message
 _MUCH_SLOWER = 4.0
-_SLOW_LATENCY_S, _SLOW_BYTES_PER_S = 0.02, 2e7  # of a connection on which training is slow in any case
+_SLOW_LATENCY_S, _SLOW_BYTES_PER_S = 0.02, 2e7  # of a connection that makes any training slow
 _GIB = 1 << 30
 _SHOWN = 8
 
@@ -48,7 +48,7 @@ def of_facts(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str
 
     Args:
         facts: by rank.
-        configs: by rank, the value of each key of the config; empty where all digests are equal.
+        configs: by rank, the value of each key of the config; empty if all digests are equal.
     """
     return [
         *_versions(facts, nodes),
@@ -79,7 +79,7 @@ def _versions(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
         package = {"lockstep": "torch-lockstep", "torch": "torch"}.get(name, "")
         same = f"pip install '{package}=={usual.split(' (')[0]}'" if package else f"the same {name}"
         if name == "lockstep" and " (" in usual:
-            same += ", or the same checkout (the digest of the code stands in brackets)"
+            same += ", or the same checkout (the digest of the code is in brackets)"
         found.append(Finding("versions", level, what, f"on node {where}: {same}"))
     usual_ones = ", ".join(f"{name} {_odd([fact.versions.get(name, 'none') for fact in facts])[0]}" for name in names)
     return found or [Finding("versions", Level.OK, usual_ones)]
@@ -93,11 +93,11 @@ def _config(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str,
     for key in sorted({key for config in configs for key in config}):
         usual, differing = _odd([repr(config.get(key)) for config in configs])
         for value, ranks in differing.items():
-            texts.append(f"{key} is {value} on {nodes.describe(ranks)}, and {usual} on most ranks")
+            texts.append(f"{key} is {value} on {nodes.describe(ranks)}, but {usual} on most ranks")
             remedies.append(f"{key}={usual}")
     more = [f"and {len(texts) - _SHOWN} more differences"] if len(texts) > _SHOWN else []
     where = ", ".join(dict.fromkeys(nodes.names[rank] for ranks in others.values() for rank in ranks))
-    remedy = f"give the same command and the same files on all nodes; on node {where}: {' '.join(remedies[:_SHOWN])}"
+    remedy = f"use the same command and the same files on all nodes; on node {where}: {' '.join(remedies[:_SHOWN])}"
     return [Finding("config", Level.FAULT, "; ".join([*texts[:_SHOWN], *more]), remedy)]
 
 
@@ -105,7 +105,7 @@ def _source(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
     usual, others = _odd([fact.source for fact in facts])
     if others:
         ranks = [rank for found in others.values() for rank in found]
-        what = f"the task's code on {nodes.describe(ranks)} is not that of the other ranks"
+        what = f"the task's code on {nodes.describe(ranks)} differs from that of the other ranks"
         return [Finding("task", Level.FAULT, what, "copy the same files to all nodes, or put them on a shared disk")]
     return [Finding("task", Level.OK, f"the same code on all ranks ({usual[:12]})" if usual else "a shipped task")]
 
@@ -119,7 +119,7 @@ def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
         Finding(
             "devices",
             Level.FAULT,
-            f"{nodes.describe(ranks)} have the same device, {identity}",
+            f"{nodes.describe(ranks)} share the device {identity}",
             "give each rank a device: start fewer ranks on the node, or let the scheduler bind a device to each",
         )
         for identity, ranks in owners.items()
@@ -133,7 +133,7 @@ def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
 def _memory(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
     known = {rank: fact.memory for rank, fact in enumerate(facts) if fact.memory is not None}
     if not known:
-        return [Finding("device memory", Level.SKIPPED, "the devices have no memory of their own")]
+        return [Finding("device memory", Level.SKIPPED, "the devices share host memory")]
     found = []
     for rank, memory in known.items():
         found += of_memory(memory, facts[rank].users, nodes.describe([rank]))
@@ -153,9 +153,9 @@ def of_memory(memory: tuple[int, int], users: Sequence[str], where: str) -> list
     full = free < LEAST_FREE
     if not full and not users:
         return []
-    named = "; ".join(users) or "other processes, which the driver does not name"
+    named = "; ".join(users) or "other processes, which the driver does not list"
     what = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB are free on {where}: {named}"
-    remedy = "end these processes, or choose another device with CUDA_VISIBLE_DEVICES"
+    remedy = "end these processes, or choose a different device with CUDA_VISIBLE_DEVICES"
     return [Finding("device memory", Level.FAULT if full else Level.WARNING, what, remedy)]
 
 
@@ -172,7 +172,7 @@ def _clocks(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
         f"the clock of node {nodes.names[rank]} is {abs(wrong[rank]):.0f} s {'ahead' if wrong[rank] > 0 else 'behind'}"
         for rank in sorted(by_node.values())
     ]
-    remedy = "start the time service there (timedatectl set-ntp true): logs and the times of files are misleading"
+    remedy = "start the time service there (timedatectl set-ntp true): logs and file times are misleading"
     return [Finding("clocks", Level.WARNING, "; ".join(texts), remedy)]
 
 
@@ -180,14 +180,14 @@ def _data(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
     found = []
     for rank, fact in enumerate(facts):
         if "data" in fact.extra:
-            what = f"the data cannot be looked at on {nodes.describe([rank])}: {fact.extra['data']}"
-            found.append(Finding("data", Level.FAULT, what, "look at the mount of the data on that node"))
+            what = f"the data cannot be read on {nodes.describe([rank])}: {fact.extra['data']}"
+            found.append(Finding("data", Level.FAULT, what, "check the mount of the data on that node"))
     known = [fact for fact in facts if "data" not in fact.extra]
     for key in known[0].data if known else ():
         usual, others = _odd([fact.data.get(key, "unknown") for fact in facts])
         others.pop("unknown", None)
         for value, ranks in others.items():
-            what = f"{key} is {value} on {nodes.describe(ranks)}, and {usual} on most ranks"
+            what = f"{key} is {value} on {nodes.describe(ranks)}, but {usual} on most ranks"
             remedy = f"put the same data under the same path on node {nodes.names[ranks[0]]}, or change {key}"
             found.append(Finding("data", Level.FAULT, what, remedy))
     keys = sorted({key for fact in known for key, kind in fact.data.items() if not kind.startswith("nothing")})
@@ -203,24 +203,24 @@ def of_folder(folder: str, access: Sequence[Access], nodes: Nodes) -> list[Findi
             by_fault.setdefault(seen.fault, []).append(rank)
     for fault, ranks in by_fault.items():
         what = f"{nodes.describe(ranks)} cannot write there: {fault}"
-        remedy = "mount the folder for writing and make room there, or give another folder that all nodes share: "
+        remedy = "mount the folder for writing and free space there, or give a different folder that all nodes share: "
         found.append(Finding("run directory", Level.FAULT, f"{folder}: {what}", f"{remedy}--run-dir DIR"))
     blind = {rank: seen.unseen for rank, seen in enumerate(access) if seen.unseen and not seen.fault}
     if blind:
         writers = sorted({rank for unseen in blind.values() for rank in unseen})
-        what = f"{folder}: {nodes.describe(list(blind))} cannot see what {nodes.describe(writers)} wrote there"
+        what = f"{folder}: {nodes.describe(list(blind))} cannot see files that {nodes.describe(writers)} wrote there"
         remedy = "put the run directory on a file system that all nodes share: --run-dir DIR"
         found.append(Finding("run directory", Level.FAULT, what, remedy))
     return found or [Finding("run directory", Level.OK, f"{folder}: shared, and all ranks can write")]
 
 
 def of_paths(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
-    """Judge whether ranks of the same node mean the same folder by the run directory."""
+    """Judge whether ranks of the same node refer to the same folder as the run directory."""
     for rank in nodes.first_ranks:
         others = [other for other in nodes.ranks_with(rank) if facts[other].folder != facts[rank].folder]
         if others:
             what = (
-                f"it is {facts[others[0]].folder} on {nodes.describe(others)}, and {facts[rank].folder} on rank {rank}"
+                f"it is {facts[others[0]].folder} on {nodes.describe(others)}, but {facts[rank].folder} on rank {rank}"
             )
             remedy = f"start all ranks in the same folder, or give --run-dir {facts[rank].folder}"
             return [Finding("run directory", Level.FAULT, what, remedy)]
@@ -233,18 +233,18 @@ def of_room(free: int | None, size: int | None, *, is_saved: bool) -> Finding:
     Args:
         free: bytes; None: unknown.
         size: bytes of a checkpoint; None: not known yet.
-        is_saved: whether a checkpoint is there already. Then room for one more is needed, and room for two is advised.
+        is_saved: whether a checkpoint already exists. Then space for one more is needed, and for two advised.
     """
     if free is None:
-        return Finding("free disk", Level.SKIPPED, "the file system does not tell")
+        return Finding("free disk", Level.SKIPPED, "the file system does not report it")
     if size is None:
-        what = f"{free / _GIB:,.1f} GiB; train compares it with the checkpoint's size, when the model is there"
+        what = f"{free / _GIB:,.1f} GiB; train compares it with the checkpoint's size once the model is built"
         return Finding("free disk", Level.OK, what)
-    what = f"{free / _GIB:,.3g} GiB are free, and two checkpoints take {2 * size / _GIB:,.3g} GiB"
+    what = f"{free / _GIB:,.3g} GiB are free, but two checkpoints take {2 * size / _GIB:,.3g} GiB"
     if free >= 2 * size:
         return Finding("free disk", Level.OK, what)
-    remedy = "make room, lower checkpoint.keep_last and delete old checkpoints (lockstep checkpoints RUN_DIR --prune), "
-    remedy += "or give another --run-dir"
+    remedy = "free space, lower checkpoint.keep_last, delete old checkpoints (lockstep checkpoints RUN_DIR --prune), "
+    remedy += "or give a different --run-dir"
     is_fault = free < size or not is_saved
     return Finding("free disk", Level.FAULT if is_fault else Level.WARNING, what, remedy)
 
@@ -270,9 +270,7 @@ def of_links(total: Sum | None, links: Sequence[Link], nodes: Nodes) -> list[Fin
     all_ends = Counter(rank for link in links for rank in link.ranks)
     hosts = [nodes.names[rank] for rank, count in ends.items() if count == all_ends[rank] > 1]
     who = f"node {', '.join(hosts)} is slow to reach" if hosts and len(links) > 2 else "the connection is slow"
-    remedy = (
-        "look at its network card, cable and switch; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
-    )
+    remedy = "check its network card, cable and switch; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
     return [Finding("network", Level.WARNING, f"{who} ({listed}); {summed}", remedy)]
 
 
@@ -288,7 +286,7 @@ def _is_slow(link: Link, links: Sequence[Link]) -> bool:
 
 
 def _odd(values: Sequence[str]) -> tuple[str, dict[str, list[int]]]:
-    """The value of most ranks (of equally many: of the lowest rank), and the ranks with each other value."""
+    """The value of most ranks (on a tie, of the lowest rank), and the ranks with each other value."""
     counts = Counter(values)
     usual = max(counts, key=lambda value: (counts[value], -values.index(value)))
     others: dict[str, list[int]] = {}

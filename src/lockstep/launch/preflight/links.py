@@ -1,4 +1,4 @@
-"""The latency and the throughput of the network between the nodes of a run."""
+"""The latency and throughput of the network between the nodes of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.core.parallel.world import World
 
 _PATIENCE = datetime.timedelta(seconds=20)  # for the answer of another node
 _SMALL, _LARGE = 1 << 16, 1 << 22  # bytes
-_LARGE_S = 1.0  # the large message is sent where it would take less time than this
+_LARGE_S = 1.0  # the large message is sent if it would take less time than this
 _TRIES, _QUICK_S = 3, 0.05  # a message that takes less time is repeated
 
 
@@ -38,7 +38,7 @@ class Sum:
     latency_s: float
     """Of a sum of 8 bytes."""
     bytes_per_s: float
-    """2 (n - 1) / n times the bytes of the sum, by its time: comparable for all numbers n of ranks."""
+    """2 (n - 1) / n times the bytes of the sum, divided by its time: comparable for all numbers n of ranks."""
 
 
 def sum_over_ranks(world: World) -> Sum:
@@ -71,7 +71,7 @@ def between_nodes(world: World) -> list[Link]:
         the connections, on every rank.
 
     Raises:
-        RankError: another node gives no answer.
+        RankError: another node does not answer.
     """
     ranks = world.nodes.first_ranks
     count = len(ranks)
@@ -145,5 +145,5 @@ def _within(begin: Callable[[], dist.Work | None], world: World, other: int) -> 
             f"no answer from node {names[other]} to node {names[world.rank]} within "
             f"{_PATIENCE.total_seconds():g} s: {str(error).splitlines()[0]}",
             where=f"link between rank {world.rank} and rank {other}",
-            remedy="look at the network between these nodes, at firewalls, and at GLOO_SOCKET_IFNAME",
+            remedy="check the network between these nodes, firewalls, and GLOO_SOCKET_IFNAME",
         ) from error

@@ -23,7 +23,7 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[F
         everything: also check what cannot be wrong on a single node.
 
     Returns:
-        the findings, the same on every rank: faults, too.
+        the findings, the same on every rank, including faults.
     """
     room = world.on_rank0(lambda: _room(subject))
     if world.size == 1 and not everything:
@@ -47,7 +47,7 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[F
 
 
 def _device_alone(world: World) -> list[Finding]:
-    """A note where the device of a single rank has little free memory, and other processes hold some."""
+    """A note if the device of a single rank has little free memory, and other processes hold some."""
     device = devices.of(world.device)
     if not device.has_own_memory:
         return []
@@ -58,7 +58,7 @@ def _device_alone(world: World) -> list[Finding]:
 
 
 def raise_faults(findings: Sequence[Finding]) -> None:
-    """Raise where something is wrong.
+    """Raise if something is wrong.
 
     Raises:
         UsageError: names all faults at once.
@@ -72,7 +72,7 @@ def raise_faults(findings: Sequence[Finding]) -> None:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """The lines of the log on the findings: warnings, and how quick the network is."""
+    """Log lines about the findings: warnings, and the speed of the network."""
     return [
         f"warning: {finding.what}. {finding.remedy}" if finding.level == Level.WARNING else f"network: {finding.what}"
         for finding in findings
@@ -81,7 +81,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _room(subject: Subject) -> Finding:
-    """True if there is room for more checkpoints of the size that the run has."""
+    """True if there is space for more checkpoints of the run's size."""
 
     def look() -> Finding:
         saved = [] if subject.fresh else manifest.listed(subject.folder / "checkpoints")
@@ -90,24 +90,24 @@ def _room(subject: Subject) -> Finding:
         return judgement.of_room(free_bytes(subject.folder), saved[0].size if saved else None, is_saved=bool(saved))
 
     found, fault = facts.within(look, facts.ANSWER_S)
-    remedy = "look at its mount and permissions, or give another --run-dir"
+    remedy = "check its mount and permissions, or give a different --run-dir"
     return found or Finding("run directory", Level.FAULT, f"{subject.folder} cannot be read: {fault}", remedy)
 
 
 def check_room(folder: Path, size: int, world: World) -> None:
-    """Check that the disk has room for two checkpoints of a new run. All ranks call it.
+    """Check that the disk has space for two checkpoints of a new run. All ranks call it.
 
     Args:
         size: bytes of a checkpoint.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it does not.
     """
     raise_faults([world.on_rank0(lambda: judgement.of_room(free_bytes(folder), size, is_saved=False))])
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Free bytes on the disk of a folder, which need not exist; None where the system does not tell."""
+    """Free bytes on the disk of a folder, which need not exist; None if the system does not report them."""
     try:
         return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     except OSError:

@@ -19,12 +19,12 @@ _STALE_S = 600.0  # a file of a process that was killed
 
 @dataclass(frozen=True)
 class Access:
-    """The actions that a rank can take in the run directory."""
+    """What a rank can do in the run directory."""
 
     fault: str
     """Why it cannot write there. Empty: it can."""
     unseen: tuple[int, ...] = ()
-    """The ranks whose file it does not see, of the first ranks of all nodes."""
+    """The ranks whose file it does not see, among the first ranks of all nodes."""
 
 
 def probe(folder: Path, world: World) -> list[Access]:
@@ -49,7 +49,7 @@ def probe(folder: Path, world: World) -> list[Access]:
         seen, silent = within(lambda: _seen(folder, token, writers), _ANSWER_S)
         unseen = tuple(rank for rank in writers if rank not in (seen or ())) if not fault else ()
         found: list[Access] = world.broadcast(world.gather(Access(fault or silent, unseen)))
-        world.all_sum([0.0])  # nobody looks any more
+        world.all_sum([0.0])  # no rank looks any more
         return found
 
 
@@ -59,7 +59,7 @@ def _file(folder: Path, token: str, rank: int) -> Path:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Make a folder. If it is empty at the end, delete those folders again that were made."""
+    """Make a folder. If it is empty at the end, delete the folders that were made."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(".preflight-*"):
@@ -76,7 +76,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, token: str) -> bool:
-    """Write a file, as soon as its folder is seen here."""
+    """Write a file as soon as its folder is visible here."""
     deadline = time.monotonic() + _VISIBLE_S
     while not path.parent.is_dir() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -86,7 +86,7 @@ def _write(path: Path, token: str) -> bool:
 
 
 def _seen(folder: Path, token: str, ranks: list[int]) -> set[int]:
-    """The ranks whose file is seen here, and has the content that they wrote."""
+    """The ranks whose file is visible here with the content that they wrote."""
     deadline = time.monotonic() + _VISIBLE_S
     seen: set[int] = set()
     while True:

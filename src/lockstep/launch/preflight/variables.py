@@ -1,4 +1,4 @@
-"""The environment variables that tell a rank who it is, and how it computes and communicates."""
+"""The environment variables that determine a rank's identity, and how it computes and communicates."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SECRET = re.compile(r"TOKEN$|SECRET|PASSWORD|KEY$|CREDENTIAL")
 
 
 def of_process() -> dict[str, str | None]:
-    """The variables of this process by name. None: a variable that launchers set is not set. Secrets are not shown."""
+    """The variables of this process by name. None: an unset variable that launchers set. Secrets are not shown."""
     names = sorted(name for name in os.environ if _OTHERS.match(name))
     shown = {name: "(not shown)" if _SECRET.search(name) else os.environ[name] for name in names}
     return {**{name: os.environ.get(name) for name in _OF_RANKS}, **shown}
 
 
 def of_ranks(world: World) -> list[dict[str, str | None]]:
-    """The variables of each rank, in their order. Empty but on rank 0. A collective."""
+    """The variables of each rank, in order. Empty except on rank 0. A collective."""
     return world.gather(of_process()) or []
 
 
 def table(ranks: Sequence[Mapping[str, str | None]]) -> str:
-    """A line for each variable that is the same on all ranks, and a line for each rank of the others."""
+    """A line for each variable that is the same on all ranks, and a line per rank for the others."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     width = max(map(len, names), default=0)
     lines = []

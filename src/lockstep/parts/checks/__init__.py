@@ -1,1 +1,1 @@
-"""Faults of a task, its data or its model are found before the first step, or right after it."""
+"""Checks that find faults of a task, its data or its model before the first step, or right after it."""

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 _SAMPLES = 8
 _TRAINING_DATA = "Task.train_data or Task.prepare"
-_TURNS = 6  # so often a loss must look like a mean, with other samples first
-_APART = 0.1  # a loss is a mean only if it differs from the sum by more than this share of the losses
+_TURNS = 6  # a loss must look like a mean this often, with different samples first
+_APART = 0.1  # a loss is a mean only if it differs from the sum by more than this fraction of the losses
 _SUM = (
-    "return the SUM over the units (reduction='sum'). For a mean by class weights, return the sum of weighted losses, "
-    "and the sum of the weights from Task.weight. A ratio over the batch, such as Dice, IoU or F-beta, is no such sum, "
+    "return the SUM over the units (reduction='sum'). For a mean with class weights, return the sum of weighted losses "
+    "and, from Task.weight, the sum of the weights. A ratio over the batch (Dice, IoU, F-beta) is not such a sum, "
     "whatever its factor: return lockstep.losses.dice, or let Task.embed give `loss` the global batch; "
     "lockstep --explain global_loss"
 )
-_MEETING = f"{_SUM}. If samples meet in the model, mask what pads them. `lockstep verify` names the line"
-_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision
+_MEETING = f"{_SUM}. If samples influence each other in the model, mask the padding. `lockstep verify` names the line"
+_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # fraction of the losses that rounding explains, by precision
 
 
 @contextlib.contextmanager
@@ -80,14 +80,14 @@ def look_at_losses(
     """Check that all ranks read the same samples, and that the loss is a sum over its units.
 
     The loss of some samples of the first step is compared with the losses of their two halves. The samples are sorted
-    before they are halved: where halves are alike, a ratio over a batch, such as Dice, looks like a sum or a mean.
+    first: if halves are alike, a ratio over a batch, such as Dice, looks like a sum or a mean.
 
     Args:
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
-        most: samples that evaluations compute at once. Here, there are no more.
+        most: samples that evaluations compute at once, which is also the limit here.
         must_run: whether evaluations will call the loss in evaluation mode. If so, its exceptions are raised here.
-            Otherwise they are left to the first step, which calls the loss in training mode.
-        allow_mean: whether a loss that is a mean is a warning, and no error.
+        If not, they are left to the first step, which calls the loss in training mode.
+        allow_mean: whether a loss that is a mean is only a warning.
         compares: whether the loss gets all samples of a global batch (`Task.embed`), so that it may compare them.
 
     Returns:
@@ -108,13 +108,13 @@ def look_at_losses(
     for order in orders:
         parts = [whole, *read(loader, _halves(order))]
         losses, near = run(parts)
-        # Labels may be missing in a whole half. All ranks make equally many passes, as they gather shards together.
+        # A whole half may lack labels. All ranks make equally many passes, because they gather shards together.
         if not world.all_max(int(bool(losses) and not _have_units(losses, parts))):
             break
     heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)] if losses else []
     mean = _mean_error(forward, plan, whole, losses, heads)
     coupled = "" if compares or not losses else _coupled(losses, parts, near=near)
-    # A `collate` that mixes samples at random may give a mean by chance: other samples come first then, and decide
+    # A `collate` that mixes samples at random may give a mean by chance: then different samples come first, and decide
     # what it draws.
     for turn in range(1, min(_TURNS, len(order))):
         if not world.all_max(len(heads)):
@@ -126,12 +126,12 @@ def look_at_losses(
     if mean is not None and heads:
         if not allow_mean:
             raise mean
-        return [*remarks, f"WARNING: {mean.where}: {mean.what}: train.allow_mean_loss=true wants it so"]
+        return [*remarks, f"WARNING: {mean.where}: {mean.what}: allowed by train.allow_mean_loss=true"]
     if not world.all_max(int(bool(coupled and not heads))):
         return remarks
     again, _ = run(read(loader, [order[1:] + order[:1]]), seed=1)
     drawn = not again or any(abs(again[0][head] - loss) > near * abs(loss) for head, loss in losses[0].items())
-    if not coupled or drawn:  # the halves draw other random numbers than the whole
+    if not coupled or drawn:  # the halves draw different random numbers than the whole
         return remarks
     return [*remarks, f"WARNING: Task.loss ({task_checks.line_of(forward.loss)}): {coupled}\n  remedy: {_MEETING}"]
 
@@ -143,7 +143,7 @@ def _halves(indices: Sequence[int]) -> list[Sequence[int]]:
 def _losses(
     forward: nn.Module, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool, seed: int = 0
 ) -> tuple[list[dict[str, float]], float]:
-    """The losses by head of each part, and the difference that rounding explains; nothing where that cannot be said."""
+    """The losses by head of each part, and the difference that rounding explains; empty if that is unknown."""
     if any(part.filler for part in parts):  # no sample of a part can be read
         return [], 0.0
     tensors: list[dict[str, Any]] = []
@@ -169,7 +169,7 @@ def _losses(
 def _mean_error(
     forward: nn.Module, plan: StepPlan, part: MicroBatch, losses: Sequence[dict[str, float]], heads: list[str]
 ) -> UsageError | None:
-    """The error of losses that are means; None where a mean is the sum, or there is none."""
+    """The error for losses that are means; None if a mean is the sum, or there is none."""
     if not heads:
         return None
     samples = plan.samples(0) / (plan.world * plan.count(0))
@@ -183,12 +183,12 @@ def _mean_error(
         f"two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, so this "
         f"run would train with about 1/{share:.0f} of the gradient",
         where=f"Task.loss ({task_checks.line_of(forward.loss)})",
-        remedy=f"{_SUM}. For a loss that is meant as it is: train.allow_mean_loss=true",
+        remedy=f"{_SUM}. If the loss is intended: train.allow_mean_loss=true",
     )
 
 
 def _coupled(losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float) -> str:
-    """How far the loss of a head is from the sum over the halves; empty where rounding explains the difference."""
+    """How far a head's loss is from the sum over the halves; empty if rounding explains the difference."""
     whole, *halves = parts
     for head, loss in losses[0].items():
         first, second = (by_head.get(head, math.nan) for by_head in losses[1:])
@@ -211,7 +211,7 @@ class LookedAt(NamedTuple):
     messages: list[str]
     """Warnings for the log."""
     names: list[str] | None = None
-    """Names of the results of an evaluation. None: they are not known, because the metrics need more samples."""
+    """Names of the results of an evaluation. None: unknown, because the metrics need more samples."""
 
 
 def look_at_evaluation(
@@ -223,13 +223,13 @@ def look_at_evaluation(
     world: World,
     precision: Precision,
 ) -> LookedAt:
-    """Evaluate some samples, spread over the data set. Each rank evaluates them by itself.
+    """Evaluate some samples, spread over the data set. Each rank evaluates them independently.
 
     Args:
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
 
     Raises:
-        UsageError: `Task.loss` gives another output than `Task.predict`.
+        UsageError: `Task.loss` returns a different output than `Task.predict`.
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
     (micro_batch,) = read(loader, [[number * plan.length // count for number in range(count)]])
@@ -249,7 +249,7 @@ def look_at_evaluation(
         messages += _check_shape(output, len(micro_batch.indices))
         update = metric_sync.place(metrics, update, world.device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # metrics warn of classes that these few samples lack
+            warnings.simplefilter("ignore")  # metrics warn about classes that these few samples lack
             update(metrics, output, micro_batch.batch)
             try:
                 values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
@@ -260,13 +260,13 @@ def look_at_evaluation(
                 metrics.reset()
         check_names(values)
         names += values
-        for metric in metrics.values():  # such as an AUC, which is undefined where a few samples have one class
+        for metric in metrics.values():  # such as an AUC, which is undefined if the few samples have one class
             names += getattr(metric, "possible_results", ())
     return LookedAt(messages, names)
 
 
 def check_results(chosen: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raises UsageError where a key of the config names a result, and `names` lack that result.
+    """Raises UsageError if a key of the config names a result that `names` lack.
 
     Args:
         chosen: name of the result by key.
@@ -278,15 +278,15 @@ def check_results(chosen: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def check_is_evaluated(chosen: Mapping[str, str], evaluates: bool) -> None:
-    """Raises UsageError where a key of the config names a result, but the run evaluates nothing."""
+    """Raises UsageError if a key of the config names a result, but the run evaluates nothing."""
     for key, result in () if evaluates else chosen.items():
         left_out = key.removesuffix(".metric")  # train.stop_when must have a metric
-        remedy = f"set train.eval_every_epochs or train.eval_every_steps, or leave out {left_out}"
-        raise UsageError(f"nothing is evaluated, so there is no {result}", where=key, remedy=remedy)
+        remedy = f"set train.eval_every_epochs or train.eval_every_steps, or remove {left_out}"
+        raise UsageError(f"the run never evaluates, so there is no {result}", where=key, remedy=remedy)
 
 
 def check_results_of_saved(chosen: Mapping[str, str], checkpoints: Path, world: World) -> None:
-    """Raises UsageError where checkpoints hold results of evaluations, and lack a result that the config names."""
+    """Raises UsageError if checkpoints hold results of evaluations, but lack a result that the config names."""
     saved = world.on_rank0(lambda: store.listed(checkpoints))
     known = sorted({name for checkpoint in saved for name in checkpoint.metrics})
     if known:
@@ -317,8 +317,8 @@ def _is_mean(
 
     Args:
         losses, parts: of the whole, the first half and the second half.
-        near: difference that rounding explains, as a share of the losses.
-        alike: what is returned where mean and sum are the same.
+        near: difference that rounding explains, as a fraction of the losses.
+        alike: what to return if mean and sum are equal.
     """
     whole, *halves = (by_head.get(head, math.nan) for by_head in losses)
     units, *units_of_halves = (_units(part, head) for part in parts)
@@ -333,16 +333,17 @@ def _is_mean(
         mean = (first * halves[0] + second * halves[1]) / (first + second)
         if abs(whole - mean) <= near * scale:
             return True
-    # A mean with other weights, such as those of classes, lies between the means of the halves. Their sum is far away.
+    # A mean with different weights, such as those of classes, is between the means of the halves. Their sum is far
+    # away.
     first, second = sorted(halves)
     return first * second > 0 and first < whole < second
 
 
 def _check_shape(output: Any, count: int) -> list[str]:
-    """A warning, where the output has no part for each sample: predictions need the parts, evaluations do not."""
+    """A warning if the output has no part for each sample: predictions need the parts, evaluations do not."""
     try:
         split(output, count)
     except DataError as error:
-        text = f"warning: {error.where} gave {error.what}: metrics get it as it is, but predictions fail"
+        text = f"warning: {error.where} gave {error.what}: metrics receive it unchanged, but predictions fail"
         return [f"{text}. {error.remedy}" if error.remedy else text]
     return []

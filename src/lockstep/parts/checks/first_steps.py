@@ -1,4 +1,4 @@
-"""Checks after the first steps, and before each checkpoint, that a resumed run gets all that the training changes."""
+"""Checks after the first steps, and before each checkpoint, that a resumed run gets all that training changes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from lockstep.parts.replicas import differing, digests_of
 class FirstSteps(BuiltInPart):
     """Compares the state that would be saved with the state of a newly built model: names, shapes and dtypes.
 
-    Buffers may take another shape, and extra states may be anything: a checkpoint restores them. A model in which they
-    changed is built once more, on rank 0, and loads them. State outside of what is saved is looked at, too.
+    Buffers may change their shape, and extra states may be anything: a checkpoint restores them. If they changed,
+    rank 0 builds the model once more and loads them. State outside of what is saved is also examined.
 
-    It is made before anything runs the model.
+    Create it before anything runs the model.
     """
 
     def __init__(self, run: Run) -> None:
@@ -38,7 +38,7 @@ class FirstSteps(BuiltInPart):
         self.loads: Mapping[str, Kind] = kinds(run.model.state_dict())
         """The form of a state that a newly built model is known to load."""
         self.tried: set[str] = set()
-        """Names of what has another form than in a new model, and was loaded into one."""
+        """Names of tensors whose form differs from a new model's, and that one has loaded."""
         self.left_out = LeftOut(run)
         self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
         self._first = run.state.step
@@ -76,7 +76,7 @@ class FirstSteps(BuiltInPart):
     # ---- checks
 
     def _check_replicas(self) -> None:
-        """Check that all ranks hold the same parameters, where each holds all of them.
+        """Check that all ranks hold the same parameters, if each holds all of them.
 
         Raises:
             TrainingError: on all ranks; names the first parameter that differs.
@@ -90,8 +90,8 @@ class FirstSteps(BuiltInPart):
             raise TrainingError(
                 f"after step {state.step} the ranks do not hold the same parameters: {found[0].who} in {found[0].name}",
                 where="Task.model",
-                remedy="change parameters by the optimizer alone. What forward passes compute from samples, such as a "
-                "code book, belongs into buffers (register_buffer): every rank gets those of rank 0",
+                remedy="change parameters only with the optimizer. What forward passes compute from samples, such as a "
+                "codebook, belongs in buffers (register_buffer): every rank gets those of rank 0",
             )
 
     def _look(self) -> None:
@@ -106,9 +106,9 @@ class FirstSteps(BuiltInPart):
                 self.run.tell(text)
 
     def check_loadable(self) -> None:
-        """Check that a newly built model can load the state, and that what the state leaves out has not changed.
+        """Check that a newly built model can load the state, and that state outside it has not changed.
 
-        All ranks call it, after their buffers were made the same.
+        All ranks call it, after synchronising their buffers.
 
         Raises:
             TrainingError: on all ranks; names the tensors, and how they differ.
@@ -123,15 +123,15 @@ class FirstSteps(BuiltInPart):
             return
         new = self.run.form
         if names := new.misfits(found):
-            remedy = "make all parameters when the model is made, with their final shapes and dtypes. "
+            remedy = "create all parameters in the model's constructor, with their final shapes and dtypes. "
             remedy += "A tensor that changes its shape must be a buffer (register_buffer)"
             if state.strategy.is_sharded:
                 remedy += ", and parallel.strategy ddp or single: with fsdp, a buffer keeps its shape"
             raise TrainingError(
-                f"after step {state.step} no checkpoint of this run can be loaded: "
+                f"after step {state.step} a checkpoint of this run could not be loaded: "
                 f"{described(new.kinds, found, names)}",
                 where="Task.model",
-                remedy=f"{remedy}. Then start anew with --fresh",
+                remedy=f"{remedy}. Then start again with --fresh",
             )
         changed = {name for name, of in found.items() if new.kinds.get(name, ()) != of}
         if changed - self.tried and not state.strategy.is_sharded:
@@ -147,15 +147,15 @@ class FirstSteps(BuiltInPart):
         by_rank = world.broadcast(world.gather((world.rank, differing)))
         rank, names_there = next((rank, names) for rank, names in by_rank if names)
         raise TrainingError(
-            f"after step {self.run.state.step} the state of rank {rank} has another form than that of rank 0: "
+            f"after step {self.run.state.step} the state of rank {rank} has a different form than that of rank 0: "
             f"{', '.join(names_there[:5])}",
             where="Task.model",
-            remedy="keep in buffers what depends on samples: every rank gets the buffers of rank 0. "
-            "What get_extra_state returns must have the same form on all ranks",
+            remedy="keep values that depend on samples in buffers: every rank gets the buffers of rank 0. "
+            "get_extra_state must return the same form on all ranks",
         )
 
     def _try_to_load(self) -> None:
-        """Let a newly built model load the state, in the host's memory."""
+        """Let a newly built model load the state, in host memory."""
         run = self.run
         tensors, values = checkpoint_state.capture(run.model, run.state.optimizer)
         of_model = ((name, tensor.cpu()) for name, tensor in tensors.items() if name.startswith("model."))
@@ -169,7 +169,7 @@ class FirstSteps(BuiltInPart):
                 raise
             except Exception as error:
                 raise TrainingError(
-                    f"after step {run.state.step} a model cannot be made anew, as a resumed run must: "
+                    f"after step {run.state.step} the model cannot be built again, which a resumed run must do: "
                     f"{type(error).__name__}: {error}",
                     where="Task.model",
                     remedy="let Task.model return a new model at every call",

@@ -13,9 +13,9 @@ _SHOWN = 5
 
 
 class LeftOut:
-    """The parameters that the model's `state_dict` leaves out, as they were when this was made.
+    """The parameters that the model's `state_dict` leaves out, with their values at creation.
 
-    A resumed run gets them as `Task.model` makes them. So they must stay what they are.
+    A resumed run gets them from `Task.model`. So they must not change.
     """
 
     def __init__(self, run: Run) -> None:
@@ -24,7 +24,7 @@ class LeftOut:
         self.is_empty = not run.world.all_max(len(self.before))  # a rank may hold no row of a parameter
 
     def check(self) -> None:
-        """Compare with the parameters as they are now. All ranks call it.
+        """Compare with the current parameters. All ranks call it.
 
         Raises:
             TrainingError: on all ranks; names the parameters that have changed.
@@ -36,18 +36,18 @@ class LeftOut:
         of_ranks = self.run.world.broadcast(self.run.world.gather(mine))
         changed = list(dict.fromkeys(name for names in of_ranks for name in names))
         if changed:
-            patterns = ", ".join(map(repr, changed))  # all of them: what is kept is what this list names
+            patterns = ", ".join(map(repr, changed))  # all of them: exactly these are kept
             raise TrainingError(
                 f"training has changed parameters that checkpoints leave out: {listed(changed, _SHOWN)}. A resumed "
-                "run would get them as Task.model makes them",
+                "run would get those of Task.model",
                 where=f"step {self.run.state.step}",
                 remedy=f"keep them in checkpoints: lockstep.trained_only(model, keep=[{patterns}]) takes patterns of "
-                "names, too; a state_dict of your own must return them",
+                "names, too; your own state_dict must return them",
             )
 
 
 def _left_out(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model of which its state has neither the name nor the memory."""
+    """The parameters of a model whose state contains neither their name nor their memory."""
     state = model.state_dict()
     named = {name: parameter for name, parameter in model.named_parameters() if name not in state}
     memory = {local(value).untyped_storage().data_ptr() for value in state.values() if isinstance(value, Tensor)} - {0}

@@ -14,19 +14,19 @@ from lockstep.core.checkpoint.state import REMEDY_FOR_GLOBAL
 from lockstep.core.errors import UsageError
 from lockstep.core.optimizer_class import is_of_torch, like, members, options
 
-# Ways to make an update; torch refuses some when the update is made.
+# Ways to make an update; torch refuses some only when the update is made.
 _WAYS = ("differentiable", "capturable", "fused", "foreach")
 
 
 def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Check that an optimizer has the parameters of a model, and that it can train them here.
 
-    torch checks some options only in an update: which device can do it, which dtype. So an optimizer of the same class
-    and options updates a small parameter of each kind that `optimizer` has.
+    torch checks some options only in an update: device, dtype. So an optimizer of the same class and options updates a
+    small parameter of each kind that `optimizer` has.
 
     Raises:
-        UsageError: a parameter is missing; an update fails; the optimizer needs a closure, or evaluates other weights
-            than it trains; its state cannot be saved.
+        UsageError: a parameter is missing; an update fails; the optimizer needs a closure, or evaluates different
+        weights than it trains; its state cannot be saved.
     """
     _check_parameters(optimizer, model)
     for member in members(optimizer):
@@ -39,7 +39,7 @@ def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    remedy = "give it the groups that Task.optimizer gets, with all their parameters"
+    remedy = "pass it the groups that Task.optimizer receives, with all their parameters"
     if missing := [name for key, name in named.items() if key not in held]:
         shown = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
         raise UsageError(f"the optimizer lacks parameters of the model: {shown}", where="Task.optimizer", remedy=remedy)
@@ -53,21 +53,21 @@ def _check_interface(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{name} needs a closure, which computes the loss again. A step of Lockstep computes it once"
-        raise UsageError(what, where="optim.name", remedy="use another optimizer")
+        raise UsageError(what, where="optim.name", remedy="use a different optimizer")
     inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
     if any(one.state is not optimizer.state for one in inner):
-        what = f"{name} holds a {type(inner[0]).__name__} with a state of its own, which no checkpoint would have"
-        raise UsageError(what, where="optim.name", remedy="let both have one state: self.state = inner.state")
+        what = f"{name} holds a {type(inner[0]).__name__} with its own state, which no checkpoint would contain"
+        raise UsageError(what, where="optim.name", remedy="share one state: self.state = inner.state")
     if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
-        what = f"{name} has the methods train and eval: it evaluates other weights than it trains"
-        remedy = "use another optimizer; train.ema_decay evaluates averages of the weights"
+        what = f"{name} has the methods train and eval: it evaluates different weights than it trains"
+        remedy = "use a different optimizer; train.ema_decay evaluates averages of the weights"
         raise UsageError(what, where="optim.name", remedy=remedy)
 
 
 def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state after an update of a small parameter, and the settings of its group that the update changed.
 
-    Empty where no other optimizer of this class can be made.
+    Empty if a second optimizer of this class cannot be created.
     """
     kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     given_options, state, foreign = options(optimizer), {}, list[Any]()
@@ -101,9 +101,9 @@ def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         where = "optim" if cause is None else "optim.fused=true" if cause == "fused" else f"optim.args.{cause}=true"
         raise UsageError(
             f"{type(optimizer).__name__} cannot update parameters of {str(dtype).removeprefix('torch.')} on "
-            f"{device.type} so: {what}",
+            f"{device.type} with these options: {what}",
             where=where,
-            remedy="leave it out" if cause else "use other values in optim.args, or another optimizer",
+            remedy="remove it" if cause else "use different values in optim.args, or a different optimizer",
         )
     return state
 
@@ -112,8 +112,8 @@ def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
     wrong = [name for name, value in state.items() if not isinstance(value, torch.Tensor | Plain)]
     if wrong:
         raise UsageError(
-            f"{type(optimizer).__name__} keeps {wrong[0]!r} as a {type(state[wrong[0]]).__name__}; a checkpoint holds "
+            f"{type(optimizer).__name__} keeps {wrong[0]!r} as a {type(state[wrong[0]]).__name__}; checkpoints hold "
             "tensors, numbers and texts",
             where="optim.name",
-            remedy="use another optimizer, or keep these values as separate tensors in its state",
+            remedy="use a different optimizer, or keep these values as separate tensors in its state",
         )

@@ -1,4 +1,4 @@
-"""State that no checkpoint holds: what a training changes in a model, but outside of its `state_dict`."""
+"""State that no checkpoint contains: what training changes in a model outside its `state_dict`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from torch import Tensor, nn
 from lockstep.core.code_files import PACKAGES
 from lockstep.core.data.randomness import OWN_GENERATORS
 
-# Modules and tasks of these packages were read: what they keep in attributes are settings and caches.
+# Modules and tasks of these packages were reviewed: what they keep in attributes are settings and caches.
 _KNOWN = ("torch", "transformers", "peft", *PACKAGES)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _SHOWN = 5
 _ELEMENTS = 4096
-"""Values in an attribute that are looked at, however they are nested; of more, only the lengths count."""
+"""The most values in an attribute that are examined, however nested; of more, only the lengths count."""
 _BYTES = 1 << 30
-"""Bytes of tensors and arrays in all attributes that are looked at; of more, only the shapes count."""
+"""The most bytes of tensors and arrays in all attributes that are examined; of more, only the shapes count."""
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
 _ON_FIRST_USE = ("bool", "non-persistent buffer")
-"""The values that count as changed from before the first step; all else from its value after the first step."""
+"""The values that count as changed since before the first step; all others since their value after the first step."""
 
 
 class OutsideState:
-    """Looks at a model and its task three times: before the first step of a process, after it and after the second.
+    """Examines a model and its task three times: before the first step of a process, after it and after the second.
 
-    A buffer that is not saved is named if it has changed at all, and so is a flag in an attribute. Other values in
-    attributes are named if they changed in the second step, because many models keep the size of their first batch or
-    fill a cache with it: numbers, texts, tensors, arrays, containers of these, random generators, and modules that are
-    no part of the model.
+    A buffer that is not saved is reported if it has changed at all, and so is a flag in an attribute. Other values in
+    attributes are reported if they changed in the second step, because many models keep the size of their first batch
+    or fill a cache with it: numbers, texts, tensors, arrays, containers of these, random generators, and modules that
+    do not belong to the model.
 
     Args:
-        task: whose attributes are looked at, too.
+        task: its attributes are also examined.
     """
 
     def __init__(self, model: nn.Module, task: object) -> None:
@@ -48,11 +48,11 @@ class OutsideState:
         self.seen: list[dict[str, tuple[str, object]]] = []
 
     def look(self) -> None:
-        """Remember the values as they are now."""
+        """Remember the current values."""
         self.seen.append({name: (kind, value) for name, kind, value in self._values()})
 
     def changed(self) -> list[str]:
-        """The values that changed and that no checkpoint holds: names with kinds, such as `encoder.counts (list)`."""
+        """Changed values that no checkpoint contains: names with kinds, such as `encoder.counts (list)`."""
         before, first, second = self.seen
         found = []
         for name, (kind, value) in second.items():
@@ -62,15 +62,15 @@ class OutsideState:
         return found
 
     def warnings(self) -> list[str]:
-        """A warning, where state changed that no checkpoint holds."""
+        """A warning if state changed that no checkpoint contains."""
         found = self.changed()
         if not found:
             return []
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return [
-            f"warning: training changes {', '.join(found[:_SHOWN])}{more}, and no checkpoint holds that: a resumed run "
-            "begins with the first values. Keep what later steps depend on in a buffer (register_buffer), or in "
-            "get_extra_state and set_extra_state; a mere cache may stay as it is"
+            f"warning: training changes {', '.join(found[:_SHOWN])}{more}, but no checkpoint has that: a resumed run "
+            "starts with the initial values. Keep what later steps depend on in a buffer (register_buffer), or in "
+            "get_extra_state and set_extra_state; a cache may stay as it is"
         ]
 
     def _values(self) -> Iterator[tuple[str, str, object]]:
@@ -90,36 +90,36 @@ class OutsideState:
 def _attributes(prefix: str, owner: object, look: _Look) -> Iterator[tuple[str, str, object]]:
     for key, value in list(getattr(owner, "__dict__", {}).items()):
         if key not in _OF_TORCH and (kind := _kind(value)):
-            with contextlib.suppress(Exception):  # a thread of the user changes it, or it is an activation
+            with contextlib.suppress(Exception):  # a user's thread changes it, or it is an activation
                 yield f"{prefix}{key}", kind, look.at_attribute(value)
 
 
 def _kind(value: object) -> str:
-    """The name of a value in a warning. Empty: values of this type are not looked at."""
+    """The name of a value in a warning. Empty: values of this type are not examined."""
     if isinstance(value, bool | int | float | complex | str | bytes):
         return type(value).__name__
-    if isinstance(value, Tensor):  # with requires_grad it is an activation that is looked at
+    if isinstance(value, Tensor):  # with requires_grad it is an activation
         return "tensor" if _is_readable(value) and not value.requires_grad else ""
     if isinstance(value, np.ndarray):
         return "NumPy array" if not isinstance(value, np.memmap) else ""
     if isinstance(value, _CONTAINERS):
         return type(value).__name__
     if isinstance(value, nn.Module):
-        return "module that is no part of the model"
+        return "module outside the model"
     if isinstance(value, OWN_GENERATORS):
         return "random generator"
     return "counter" if isinstance(value, count) else ""
 
 
 class _Look:
-    """One look at the attributes of a model and its task, at a bounded cost. What is in the model is left out."""
+    """One snapshot of the attributes of a model and its task, at a bounded cost. Parts of the model are left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self.own = {id(part) for parts in (model.modules(), model.parameters(), model.buffers()) for part in parts}
         self.elements, self.bytes = _ELEMENTS, _BYTES
 
     def at_attribute(self, value: Any) -> object:
-        """Something that differs where the value of an attribute differs.
+        """Something that differs if the value of an attribute differs.
 
         Raises:
             ValueError: it holds activations, which come and go with each batch.
@@ -128,7 +128,7 @@ class _Look:
         return self._at(value)
 
     def _at(self, value: Any) -> object:
-        """Of values that are not looked at, it is their type."""
+        """For values that are not examined, it is their type."""
         self.elements -= 1
         if id(value) in self.own:
             return type(value)
@@ -154,7 +154,7 @@ class _Look:
     def _container(self, value: Any) -> object:
         parts: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, dict) else value
         looked = [self._at(part) for part in takewhile(lambda _: self.elements > 0, parts)]
-        if isinstance(value, set | frozenset):  # equal sets may have another order
+        if isinstance(value, set | frozenset):  # equal sets may differ in order
             return len(value), sorted(map(repr, looked)) if self.elements > 0 else None
         return len(value), looked
 
@@ -172,7 +172,7 @@ class _Look:
 
 
 def _is_known(owner: object) -> bool:
-    """True if the class of an object is of a known package. FSDP gives each module a class that it makes from it."""
+    """True if the class of an object is from a known package. FSDP gives each module a class derived from it."""
     own = next(kind for kind in type(owner).__mro__ if not kind.__name__.startswith("FSDP"))
     return own.__module__.partition(".")[0] in _KNOWN
 
@@ -184,7 +184,7 @@ def _is_readable(value: Any) -> bool:
 def _first(values: Any, most: int) -> Any:
     """The first `most` values of a tensor or an array, flat. Repeats that `expand` made count once.
 
-    To flatten first would copy all values, and of an expanded tensor far more than its memory holds.
+    Flattening first would copy all values and, for an expanded tensor, far more than its memory holds.
     """
     strides = values.stride() if isinstance(values, Tensor) else values.strides
     values = values[(*(slice(1) if not stride else slice(None) for stride in strides), ...)]

@@ -1,4 +1,4 @@
-"""All checks of a run, in the order in which they are made."""
+"""All checks of a run, in order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lockstep.parts.checks.first_steps import FirstSteps
 
 
 class RunChecks(FirstSteps):
-    """Tries the loss and the evaluation on a few samples, and looks at the first steps. It adds warnings to the run.
+    """Tries the loss and the evaluation on a few samples, and examines the first steps. It adds warnings to the run.
 
-    It is made before anything runs the model.
+    Create it before anything runs the model.
     """
 
     def before_first_step(self, evaluated: Sequence[EvaluationData]) -> list[str]:
-        """Of a new run, try the loss and the evaluation on a few samples, after the state was loaded. A collective.
+        """For a new run, try the loss and the evaluation on a few samples, after the state was loaded. A collective.
 
         Args:
             evaluated: the sets of evaluation data. Empty: nothing is evaluated.
@@ -30,16 +30,16 @@ class RunChecks(FirstSteps):
             messages for the log.
 
         Raises:
-            UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
+            UsageError: `checkpoint.keep_best` or `train.stop_when` does not name a result of an evaluation.
         """
         run, state, chosen = self.run, self.run.state, self._chosen_results
         messages: list[str] = []
         train = run.config.train
         is_said = train.eval_every_epochs is not None or train.eval_every_steps is not None
-        # Recipes keep the best, also if there are no evaluation data, or if the user wants no evaluation.
+        # Recipes keep the best, even if there are no evaluation data or the user wants no evaluation.
         if not evaluated and is_said and "checkpoint.keep_best" in chosen:
             del chosen["checkpoint.keep_best"]
-            messages.append("note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint")
+            messages.append("note: the run never evaluates, so checkpoint.keep_best keeps no checkpoint")
         dry_run.check_is_evaluated(chosen, bool(evaluated))
         optimizer_check.check(state.optimizer, state.strategy.unwrapped.model)
         if state.step:  # a restart must be quick
@@ -57,7 +57,7 @@ class RunChecks(FirstSteps):
             forward = stack.enter_context(state.strategy.inference())
             stack.enter_context(dry_run.without_trace(forward, state.world, compiled))
             phase = state.world.heartbeat.phase
-            state.world.heartbeat.enter(Phase.EVALUATING)  # a lack of memory is then that of an evaluation
+            state.world.heartbeat.enter(Phase.EVALUATING)  # running out of memory is then reported for the evaluation
             run.warnings += dry_run.look_at_losses(
                 forward,
                 run.batches.loader,
@@ -91,7 +91,7 @@ class RunChecks(FirstSteps):
 
     @property
     def _chosen_results(self) -> dict[str, str]:
-        """The results of evaluations that keys of the config name, by key."""
+        """The results of evaluations that config keys name, by key."""
         best, stop_when = self.run.config.checkpoint.keep_best, self.run.config.train.stop_when
         plateau = self.run.config.schedule.plateau
         chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}

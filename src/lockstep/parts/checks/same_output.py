@@ -1,4 +1,4 @@
-"""A check that the output that `Task.loss` gives in evaluation is that of `Task.predict`, as metrics take it to be."""
+"""A check that `Task.loss` in evaluation returns the output of `Task.predict`, as metrics assume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_same_output(
 
     Args:
         forward: a `Forward`, in evaluation mode.
-        near: difference that rounding explains, as a share of the largest value.
+        near: difference that rounding explains, as a fraction of the largest value.
 
     Raises:
         UsageError: the outputs differ. Names the part that differs.
@@ -50,25 +50,25 @@ def check_same_output(
     found = difference(*first, near=near)
     if not any(world.all_sum([float(found is not None)])):
         return
-    again = run(1)  # on all ranks, where some rank found a difference: a sharded model needs all ranks
+    again = run(1)  # on all ranks if any found a difference: a sharded model needs all ranks
     if found is None or any(difference(one, other, near=near) for one, other in zip(first, again, strict=True)):
         return
     raise UsageError(
-        f"in evaluation, `loss` gives another output than `predict` for the same batch: {found}",
+        f"in evaluation, `loss` returns a different output than `predict` for the same batch: {found}",
         where="Task.loss, Task.predict",
-        remedy="let `loss` return the pair (loss, what `predict` returns) if not model.training, or the loss alone",
+        remedy="return the pair (loss, output of `predict`) from `loss` if not model.training, or only the loss",
     )
 
 
 def difference(one: Any, other: Any, *, near: float, name: str = "the output") -> str | None:
-    """The difference of two outputs, in words. None where they are the same up to rounding.
+    """The difference of two outputs, in words. None if they are equal up to rounding.
 
     Tensors, arrays and numbers are compared, also in mappings, tuples and lists. Other values are not.
 
     Args:
-        near: what rounding explains: for fractions the difference, as a share of the largest value; for other numbers
-            the share of numbers that differ.
-        name: of the outputs; for the words.
+        near: what rounding explains: for fractions the difference, as a fraction of the largest value; for other
+        numbers the fraction of numbers that differ.
+        name: name of the outputs, for the words.
     """
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if one.keys() != other.keys():

@@ -1,4 +1,4 @@
-"""An order of samples whose halves are unlike: such halves show a loss that depends on which samples stand together."""
+"""An order of samples with unlike halves: they expose a loss that depends on which samples are in one batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lockstep.core.data.tensors import is_plain, map_tensors
 
 
 def unlike_order(batch: Any, count: int) -> list[int]:
-    """The places of the samples of a batch, sorted by their labels; where no labels are known, by their contents.
+    """The positions of a batch's samples, sorted by their labels; without known labels, by their contents.
 
-    Integers and booleans are taken for labels. Of several tensors the last decides, as labels come last in most
+    Integers and booleans count as labels. Of several tensors the last decides, because labels come last in most
     batches.
 
     Args:

@@ -1,6 +1,6 @@
-"""Before the first step: does a task change the samples of a data set that hands out its own memory?
+"""Before the first step: does a task change the samples of a data set that returns its own memory?
 
-And does the data set or the task hand out memory which it fills again, so that a sample becomes the next one?
+And does the data set or the task return memory that it fills again, so that a sample becomes the next one?
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _CONTROLS = 16
 
 
 def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[str]:
-    """Read some samples as batches do, and look whether the data set then gives other samples.
+    """Read some samples as batches do, and check whether the data set then returns different samples.
 
-    A data set whose samples are new objects at each read cannot be changed so, and one sample of it is read. The
-    samples are read in another process where the loader has workers, which must not inherit files. A change is
-    harmless where the batch stays the same, such as tokens that `prepare` keeps in its sample.
+    A data set that returns new objects at each read cannot be changed like that, so only one of its samples is read. If
+    the loader has workers, the samples are read in another process, because workers must not inherit files. A change is
+    harmless if the batch stays the same, such as tokens that `prepare` keeps in its sample.
 
     Args:
         indices: of samples; the first 8 are read.
         last_epoch: the last epoch of the training, from 0. Samples are prepared for this epoch and for epoch 0.
 
     Returns:
-        a warning, where a sample is another one at the second read, though all generators are seeded alike; or where
-        `prepare` or `collate` then gives another result.
+        a warning if a sample differs at the second read, although all generators have the same seeds; or if
+        `prepare` or `collate` then returns a different result.
 
     Raises:
         UsageError: `prepare` or `collate` changes the data set; names the method.
@@ -66,17 +66,17 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
         return []
     if found.method is None:
         return [
-            f"warning: sample {found.index} of the {which} data ({data}) is another one when it is read again, under "
-            "the same seeds of torch, NumPy and Python. So a training depends on what was read before, and cannot be "
-            "repeated or resumed exactly: to go on with it needs --allow-change data. Draw random numbers from these "
-            "generators, and let reading change no sample"
+            f"warning: sample {found.index} of the {which} data ({data}) differs when it is read again, with "
+            "the same seeds of torch, NumPy and Python. So training depends on what was read before, and cannot be "
+            "repeated or resumed exactly: resuming needs --allow-change data. Draw random numbers from these "
+            "generators, and do not change samples when reading"
         ]
     if found.draws:
         return [
-            f"warning: Task.{found.method} gives another result for sample {found.index} of the {which} data ({data}) "
-            "when it is called again, under the same seeds of torch, NumPy and Python. So a training cannot be "
+            f"warning: the result of Task.{found.method} for sample {found.index} of the {which} data ({data}) changes "
+            "when it is called again, with the same seeds of torch, NumPy and Python. So training cannot be "
             "repeated or resumed exactly. Draw from the global generators of torch, NumPy or random, which Lockstep "
-            "seeds before each call, and not from a generator of your own, such as numpy.random.default_rng()"
+            "seeds before each call, and not from your own generator, such as numpy.random.default_rng()"
         ]
     if found.next is not None:
         raise _refusal_of_reuse(micro_batches, found)
@@ -85,10 +85,11 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
 
 @contextlib.contextmanager
 def watched(loader: Loader, index: int) -> Iterator[None]:
-    """Inside, `Task.loss` and `Task.predict` run. Where a task's own `collate` lets them, they may change the data.
+    """Inside, `Task.loss` and `Task.predict` run. If a task's `collate` passes memory through, they may change the
+    data.
 
     Raises:
-        UsageError: they did.
+        UsageError: they did change the data.
     """
     look = _Reads(loader.micro_batches)
     before: set[str] = set()
@@ -111,8 +112,8 @@ def _refusal(micro_batches: MicroBatches, found: Changed) -> UsageError:
         remedy = "change a copy (clone), or let Task.collate return one, as torch.stack does"
     return UsageError(
         f"it changes a sample in place, and with it the {which} data: sample {found.index} of "
-        f"{type(micro_batches.data).__name__} is another one afterwards. The training would depend on the number of "
-        "epochs, evaluations and workers before",
+        f"{type(micro_batches.data).__name__} differs afterwards. Training would depend on the number of "
+        "earlier epochs, evaluations and workers",
         where="Task.loss or Task.predict" if found.method == "loss" else f"Task.{found.method}",
         remedy=remedy,
     )
@@ -123,8 +124,8 @@ def _refusal_of_reuse(micro_batches: MicroBatches, found: Changed) -> UsageError
     made = "the batch of sample" if found.method == "collate" else "sample"
     is_data = found.method == "__getitem__"
     return UsageError(
-        f"it returns memory that it fills again: {made} {found.index} of the {which} data has other values when "
-        f"{made} {found.next} is made. Batches would hold one sample many times",
+        f"it returns memory that it fills again: {made} {found.index} of the {which} data changes its values when "
+        f"{made} {found.next} is made. Batches would contain one sample many times",
         where=f"{type(micro_batches.data).__name__}.__getitem__" if is_data else f"Task.{found.method}",
         remedy="return new memory each time: array.copy() or tensor.clone()",
     )
@@ -132,15 +133,15 @@ def _refusal_of_reuse(micro_batches: MicroBatches, found: Changed) -> UsageError
 
 @dataclass
 class Changed:
-    """A sample of a data set that is another one when it is read again."""
+    """A sample of a data set that differs when it is read again."""
 
     index: int
     method: str | None
-    """The method of the task that changed it. None: reading alone."""
+    """The method of the task that changed it. None: reading itself."""
     draws: bool = False
-    """The method changed nothing, but gives another result when it is called again."""
+    """Whether the method changed nothing, but returns a different result when called again."""
     next: int | None = None
-    """The sample for which the method fills the memory again that it has returned for the first."""
+    """The sample that makes the method refill the memory that it returned for the first."""
 
 
 class _Reads(Dataset[Changed | None]):
@@ -178,7 +179,7 @@ class _Reads(Dataset[Changed | None]):
         return filled or self._draws(indices[0], batches)
 
     def _fills_again(self, indices: Sequence[int]) -> Changed | None:
-        """The method whose result for one sample changes while that for another is made. None: there is none."""
+        """The method whose result for one sample changes when another is made. None: there is none."""
         one, other = indices[0], next((index for index in indices if index != indices[0]), None)
         if other is None:
             return None
@@ -205,7 +206,7 @@ class _Reads(Dataset[Changed | None]):
         return None
 
     def _draws(self, index: int, batches: Sequence[Any]) -> Changed | None:
-        """The method by which equal samples give other batches under the same seeds. None: there is none.
+        """The method that turns equal samples into different batches with the same seeds. None: there is none.
 
         Args:
             batches: two batches of this sample.
@@ -246,9 +247,9 @@ class _Reads(Dataset[Changed | None]):
     def _is_harmless(self, index: int, unused: Any) -> bool:
         """True if a sample that was used before gives the same batches as an unused copy of it, in each epoch.
 
-        The batches have an unused copy of the sample beside it, before and after it.
+        The batches also contain an unused copy of the sample, before and after it.
         """
-        epochs = {*self.epochs, 1} if self.micro_batches.training else self.epochs  # a training may be made longer
+        epochs = {*self.epochs, 1} if self.micro_batches.training else self.epochs  # a training may be extended
 
         def batch(epoch: int, sample: Any, place: int) -> str | None:
             samples = [copy.deepcopy(unused)]
@@ -272,15 +273,15 @@ class _Reads(Dataset[Changed | None]):
         return self.micro_batches.task.collate(prepared)
 
     def _has_own(self, method: str) -> bool:
-        """Without a method of its own, the task has changed nothing: the data set reads other samples by itself."""
+        """A task without its own method has changed nothing: the data set itself reads different samples."""
         return self.micro_batches.prepares if method == "prepare" else self.micro_batches.collates
 
     def _repeats(self, index: int) -> bool:
-        """Read a sample several times more. It would differ again where the data set draws its samples."""
+        """Read a sample several more times. It differs again if the data set draws its samples."""
         return len({self.digest(index) for _ in range(_CONTROLS)}) == 1
 
     def digest_when_used(self, index: int) -> str:
-        """The digest of a batch of one sample, or that of the raw sample, where batches cannot be compared."""
+        """The digest of a batch of one sample, or of the raw sample if batches cannot be compared."""
         return self.digest_of_batch(index) or self.digest(index)
 
     def digest(self, index: int) -> str:
@@ -313,7 +314,7 @@ def _share_memory(one: Any, other: Any) -> bool:
 
 
 def _is_comparable(value: Any) -> bool:
-    """True if `digest_of` takes all that is in a value, and not only the names of types."""
+    """True if `digest_of` covers everything in a value, and not only the names of types."""
     if isinstance(value, Mapping):
         return all(map(_is_comparable, value.values()))
     if isinstance(value, list | tuple):

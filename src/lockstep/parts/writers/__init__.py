@@ -1,1 +1,1 @@
-"""The built-in writers. Each module holds a subclass of `Writer`, and `log.writers` names the module."""
+"""The built-in writers. Each module contains a subclass of `Writer`, and `log.writers` names the module."""

@@ -1,4 +1,4 @@
-"""The console: a progress bar on a terminal, plain lines elsewhere, and in a notebook a last line that moves on."""
+"""The console: a progress bar on a terminal, plain lines elsewhere, and in a notebook a last line that updates."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lockstep.parts.ending import duration
 from lockstep.parts.entry_line import entry_line
 from lockstep.parts.live_line import LiveLine
 
-_SILENT_S = 60.0  # an output that is not a terminal gets a line on the progress at least so often
+_SILENT_S = 60.0  # an output that is not a terminal gets a progress line at least this often
 
 
 class _Console(Console):
-    """rich's Console, which would end the process when the reader of a pipe has gone (`| head`). This class raises."""
+    """rich's Console would end the process when the reader of a pipe is gone (`| head`). This class raises."""
 
     def on_broken_pipe(self) -> None:
-        # Python flushes stdout at its end, and would fail there again.
+        # Python flushes stdout when it exits, and would fail there again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
@@ -58,19 +58,19 @@ class ConsoleWriter(Writer):
         self.line = LiveLine() if live_line.VARIABLE in os.environ and not self.console.is_terminal else None
         self.begun = self.printed = time.perf_counter()
         self.after_first: tuple[int, float] | None = None
-        """The first step of this start whose progress was shown, and when. It took longer than others will."""
+        """The first step of this start whose progress was shown, and when. It took longer than the others."""
         self.loss = ""
         self.has_shown = False
-        """True if an entry or a first progress is printed."""
+        """True if an entry or a first progress has been printed."""
         self.new_details: list[str] = []
-        """Those of the evaluation that is going on."""
+        """Those of the current evaluation."""
         self.details_at_end: list[str] = []
         """Those of the last evaluation that has ended."""
         self.message(
             f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
             f"steps {min(run.first_step + 1, run.last_step)} to {run.last_step}, {run.folder}"
         )
-        if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would draw over the debugger
+        if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would overwrite the debugger
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -105,14 +105,14 @@ class ConsoleWriter(Writer):
             times = f"{seconds:,.0f} s, about {left:,.0f} s left"
             self.line.show("  ".join(filter(None, (at, self.loss, times))))
         elif not self.has_shown:  # the first entry may be far away
-            self.message(f"{at}  {seconds:.1f} s after the beginning")
+            self.message(f"{at}  {seconds:.1f} s after the start")
         elif now - self.printed >= _SILENT_S and step < self.run.last_step:
-            self.message("  ".join((at, f"{duration(seconds)} after the beginning{self._left(step, now)}")))
+            self.message("  ".join((at, f"{duration(seconds)} after the start{self._left(step, now)}")))
         self.has_shown = True
         self.after_first = self.after_first or (step, now)
 
     def _left(self, step: int, now: float) -> str:
-        """The time until the last step, if two steps tell how long one takes."""
+        """The time until the last step, if two steps show how long one takes."""
         first, when = self.after_first or (step, now)
         left = (now - when) / (step - first) * (self.run.last_step - step) if step > first else None
         return "" if left is None else f", about {duration(left)} left"

@@ -9,8 +9,8 @@ from lockstep.parts.json_lines_file import JsonLinesFile
 
 
 class JsonLines(Writer):
-    """Appends entries to metrics.jsonl. Entries after the first step, which a killed process left, are dropped with the
-    first entry: where the checks before the first step fail, they stay."""
+    """Appends entries to metrics.jsonl. The first entry drops those of later steps, which a killed process left: if the
+    checks before the first step fail, they stay."""
 
     name = "metrics.jsonl"
     files = ("metrics.jsonl",)

@@ -1,4 +1,4 @@
-"""MLflow: entries, pictures, reports of evaluations, and files."""
+"""MLflow: entries, images, reports of evaluations, and files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from lockstep.core.writer import RunInfo, Writer
 from lockstep.parts.plain import dumps
 
-_AT_ONCE = 100  # parameters that the store takes in a call
-_LONGEST = 6000  # characters of a parameter that the store takes
+_AT_ONCE = 100  # parameters that the store accepts per call
+_LONGEST = 6000  # characters of a parameter that the store accepts
 
 
 class MLflow(Writer):
     """Sends the log to the store that `MLFLOW_TRACKING_URI` names, else to MLflow's own default.
 
-    The experiment is `lockstep` where `MLFLOW_EXPERIMENT_NAME` names none. A resumed run continues the same MLflow run.
+    The experiment is `lockstep` unless `MLFLOW_EXPERIMENT_NAME` names one. A resumed run continues the same MLflow run.
     """
 
     name = "mlflow"
@@ -36,7 +36,7 @@ class MLflow(Writer):
             self.client.update_run(self.id, status="RUNNING")
         about = run.about() | dict.fromkeys(run.tags(), "true")
         self.client.log_batch(self.id, tags=[RunTag(key, value) for key, value in about.items()])
-        if not goes_on:  # the store refuses other values for the parameters of a run
+        if not goes_on:  # the store refuses different values for the parameters of a run
             values = {key: _text(value) for key, value in run.flat_config().items()}
             parameters = [Param(key, value[:_LONGEST]) for key, value in values.items()]
             for begin in range(0, len(parameters), _AT_ONCE):

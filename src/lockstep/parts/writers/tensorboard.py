@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, hyperparameters, texts, pictures and the graph of the model."""
+"""TensorBoard: scalars, hyperparameters, texts, images and the graph of the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _numbers = itertools.count()
 class TensorBoard(Writer):
     """Writes the values of an entry as scalars over the step, as one event, into the folder `tensorboard`.
 
-    Pictures and texts are events too. A new run begins with its hyperparameters. The graph of the model has a file of
-    its own, which is complete before the first event.
+    Images and texts are also events. A new run starts with its hyperparameters. The graph of the model has its own
+    file, which is complete before the first event.
 
-    The library is loaded with the first entry, after the first step. In a resumed run TensorBoard hides what a killed
-    process wrote after the first step: the file begins with a session start, as SummaryWriter's `purge_step` writes it.
+    The library is loaded with the first entry, after the first step. In a resumed run, TensorBoard hides what a killed
+    process wrote after the first step: the file starts with a session start, as SummaryWriter's `purge_step` writes it.
     """
 
     name = "tensorboard"
@@ -57,7 +57,7 @@ class TensorBoard(Writer):
         from tensorboard.compat.proto.types_pb2 import DT_STRING
 
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        indented = "\n".join(f"    {line}" for line in text.splitlines())  # in Markdown: as it is
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # in Markdown: verbatim
         tensor = TensorProto(dtype=DT_STRING, string_val=[indented.encode()])
         summary = Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)])
         self._add(Event(wall_time=time.time(), step=step, summary=summary))
@@ -88,13 +88,13 @@ class TensorBoard(Writer):
             self._add(Event(wall_time=time.time(), summary=self._hyperparameters()))
 
     def _hyperparameters(self) -> Any:
-        """The begin of a session for TensorBoard's page of hyperparameters. Its metrics are the scalars of the run."""
+        """The start of a session for TensorBoard's page of hyperparameters. Its metrics are the scalars of the run."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
         start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
         for name, value in self.run.hyperparameters.items():
-            if value is None:  # a default; a text in the place of a number would change the kind of the column
+            if value is None:  # a default; text instead of a number would change the type of the column
                 continue
             if isinstance(value, bool):
                 start.hparams[name].bool_value = value
@@ -113,7 +113,7 @@ class TensorBoard(Writer):
         try:
             self.writer.write(event.SerializeToString())
             self.writer.flush()
-        except OSError:  # TensorBoard reads nothing after half an event, so the next event begins another file
+        except OSError:  # TensorBoard reads nothing after half an event, so the next event starts a new file
             writer, self.writer = self.writer, None
             writer.close()
             raise

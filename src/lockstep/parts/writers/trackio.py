@@ -1,4 +1,4 @@
-"""Trackio: entries, pictures, reports of evaluations, and files."""
+"""Trackio: entries, images, reports of evaluations, and files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lockstep.parts.plain import plain
 
 
 class Trackio(Writer):
-    """Sends the log to Trackio: to a folder of this machine, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says.
+    """Sends the log to Trackio: to a folder of this machine, or to `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL`.
 
-    The project is `lockstep` where `TRACKIO_PROJECT` names none. Trackio knows runs by their names, so the name gets
-    the end of an id. A resumed run continues the same Trackio run.
+    The project is `lockstep` unless `TRACKIO_PROJECT` names one. Trackio identifies runs by their names, so the name
+    gets the end of an id. A resumed run continues the same Trackio run.
     """
 
     name = "trackio"

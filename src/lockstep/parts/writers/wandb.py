@@ -1,4 +1,4 @@
-"""Weights & Biases: entries, pictures, reports of evaluations, and files."""
+"""Weights & Biases: entries, images, reports of evaluations, and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.parts.plain import plain
 class WeightsAndBiases(Writer):
     """Sends the log to W&B. `WANDB_PROJECT`, `WANDB_MODE=offline` and W&B's other variables are respected.
 
-    The project is `lockstep` where `WANDB_PROJECT` names none. A resumed run continues the same W&B run.
+    The project is `lockstep` unless `WANDB_PROJECT` names one. A resumed run continues the same W&B run.
     """
 
     name = "wandb"

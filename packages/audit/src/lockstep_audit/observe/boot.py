@@ -1,4 +1,4 @@
-"""Begins to observe a process: options from the environment, children, and what is installed once torch is imported."""
+"""Starts observing a process: options from the environment, children, and patches once torch is imported."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _RECORDS = "2000"  # collectives that the flight recorder keeps
 
 
 class Hook(importlib.abc.MetaPathFinder):
-    """Calls functions after modules are imported."""
+    """Calls functions after modules have been imported."""
 
     def __init__(self) -> None:
         self._after: dict[str, list[Callable[[ModuleType], None]]] = {}
         self._finding: set[str] = set()
 
     def after_import(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        """Call `function(module)` once the module is imported: at once if it is."""
+        """Call `function(module)` once the module is imported: immediately if it already is."""
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             recorder.guard(f"import of {name}", function, module)
@@ -73,10 +73,10 @@ def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bo
     """Observe this process and its children.
 
     Args:
-        folder: where events go.
-        every: of the steps after the first 4, each so many is looked at closely.
-        patience: seconds without progress after which a process is noted as stuck.
-        probe: whether samples of data sets are read at the end, to compare data sets of ranks.
+        folder: the folder for events.
+        every: after the first 4 steps, every `every`-th is examined.
+        patience: seconds without progress after which a process counts as stuck.
+        probe: whether samples are read at the end, to compare the data sets of ranks.
     """
     if recorder.folder is not None:
         return
@@ -98,7 +98,7 @@ def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bo
 
 
 on_leave: list[Callable[[int], int]] = []
-"""Gives the exit code of a script that calls `os._exit`."""
+"""Records the exit code of a script that calls `os._exit`."""
 
 
 def _leave(leave: Callable[[int], NoReturn], status: int) -> NoReturn:
@@ -114,11 +114,11 @@ def activate_from_environment() -> None:
     if folder := os.environ.get(FOLDER):
         every, patience = int(os.environ.get(EVERY, "50")), float(os.environ.get(PATIENCE, "60"))
         activate(Path(folder), every=every, patience=patience, probe=os.environ.get(PROBE) != "0")
-        sys.exit = _exit  # the code of a process that only Python itself runs is seen nowhere else
+        sys.exit = _exit  # nothing else sees the code of a process that only Python runs
 
 
 def _exit(status: Any = None) -> NoReturn:
-    """`sys.exit`, noted. mp.spawn calls this where it handles an error of the script."""
+    """`sys.exit`, recorded. mp.spawn calls it when it handles an error of the script."""
     recorder.note_exit(status, sys.exc_info()[1])
     raise SystemExit(status)
 

@@ -13,7 +13,7 @@ _LARGE = 1 << 22
 
 
 def own(inner: Any) -> dict[str, tuple[Any, torch.Tensor]]:
-    """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations, by name, each
+    """Floating-point buffers that a checkpoint contains, except the statistics of normalizations, by name, each
     with its module."""
     found: dict[str, tuple[Any, torch.Tensor]] = {}
     for name, module in inner.named_modules():
@@ -25,11 +25,11 @@ def own(inner: Any) -> dict[str, tuple[Any, torch.Tensor]]:
 
 
 _noted: dict[int, int] = {}
-"""By model, the last optimizer step after which its buffers were noted."""
+"""By model, the last optimizer step after which its buffers were recorded."""
 
 
 def before_forward(number: int, inner: Any, wrapper: Any) -> None:
-    """Note the buffers of layers of the script where DDP is about to overwrite them with those of rank 0."""
+    """Record the buffers of the script's layers when DDP is about to overwrite them with those of rank 0."""
     steps = recorder.counts.optimizer_steps
     if not steps or not recorder.is_sampled(steps) or _noted.get(number) == steps or hasattr(wrapper, "buffer_hook"):
         return
@@ -46,7 +46,7 @@ def before_forward(number: int, inner: Any, wrapper: Any) -> None:
 
 
 def _sums(buffer: torch.Tensor) -> list[float]:
-    """A weighted sum, the norm, and the number of elements: two buffers differ by more than rounding, or not."""
+    """A weighted sum, the norm, and the number of elements: they show differences that exceed rounding."""
     numbers = buffer.detach().flatten()[:_LARGE].double()
     weights = torch.arange(1, numbers.numel() + 1, dtype=torch.float64, device=numbers.device).cos()
     return [float(numbers @ weights), float(numbers.norm()), buffer.numel()]

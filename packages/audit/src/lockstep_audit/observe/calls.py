@@ -1,4 +1,4 @@
-"""Observes forward passes of wrapped models and of their parts, in and past the wrapper."""
+"""Observes forward passes of wrapped models and of their modules, through the wrapper and past it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
 
 
 def _note_inputs(model: models.Model, inputs: list[Any]) -> None:
-    """Digests of what a model is given: the first time in each of the first steps."""
+    """Digests of a model's inputs: at its first call in each of the first steps."""
     steps = recorder.counts.optimizer_steps
     if steps < _INPUTS and steps not in model.inputs:
         model.inputs.add(steps)
@@ -77,7 +77,7 @@ def _count_forward(model: models.Model, wrapper: Any) -> None:
 
 
 def _is_training(model: models.Model, wrapper: Any) -> bool:
-    """The mode of the module: Lightning restores that of the module, and not that of its wrapper."""
+    """The mode of the module itself: Lightning restores the module's mode, and not the wrapper's."""
     inner = model.inner()
     return bool((wrapper if inner is None else inner).training)
 
@@ -90,11 +90,11 @@ def _note_evaluation(model: models.Model) -> None:
 
 
 _due: set[int] = set()
-"""Numbers of models that eval() was called of, and that nothing was computed with since."""
+"""Models on which eval() was called, and which have computed nothing since."""
 
 
 def restores(module: Any) -> int | None:
-    """load_state_dict of any module: the number of the model that has it."""
+    """load_state_dict of any module: the number of the model that contains it."""
     model = models.of(module) or models.inside(module) or _has_part(module)
     inner = model.inner() if model is not None else None
     if model is not None and model.how == "ddp" and inner is not None:
@@ -109,7 +109,7 @@ def _has_part(module: Any) -> models.Model | None:
 
 
 class _Locator:
-    """A hook of all modules, in place for a few steps and during evaluation: sees calls past a wrapper."""
+    """A hook on all modules, installed for a few steps and during evaluation, that sees calls past a wrapper."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -162,11 +162,11 @@ def _called(module: Any, arguments: Any) -> None:
 
 
 on_called: list[Callable[[Any], None]] = []
-"""Called with each module that is no wrapped model, before its first forward pass."""
+"""Called with each module that is not a wrapped model, before its first forward pass."""
 
 
 def _note_part(module: Any) -> None:
-    """A framework may call parts of a model only. Whole models are noted once DDP has made their buffers equal."""
+    """A framework may call only submodules. Whole models are recorded once DDP has made their buffers equal."""
     model = _has_part(module)
     is_whole = models.of(module) is not None or models.inside(module) is not None
     if model is not None and model.number in _due and not model.active and not is_whole:
@@ -180,7 +180,7 @@ _COPIES_UNTIL = 1000
 
 
 def _note_copy(module: Any) -> None:
-    """A module with the names of a wrapped model, such as its average: what becomes of it is told at the end."""
+    """A module with the names of a wrapped model, such as its average. Its final state is recorded at the end."""
     names = [name for name, _ in module.named_parameters()]
     if _is_copy(module, names):
         copies.put(module, (len(list(copies.items())), places.here()))
@@ -210,7 +210,7 @@ def _called_past(module: Any, model: models.Model) -> None:
 
 
 def _used(parameter: Any) -> None:
-    """A parameter is used: of a model of DDP in training, outside of the wrapper's forward pass."""
+    """A parameter of a DDP model is used in training, outside the wrapper's forward pass."""
     model, _ = models.owner(parameter) or (None, "")
     if model is None or model.how != "ddp" or model.active or model.past_at or not parameter.requires_grad:
         return
@@ -222,7 +222,7 @@ _reads = past.Reads(_used)
 
 
 def watch_reads() -> None:
-    """All backward passes of a step came from no forward pass of a wrapper."""
+    """True if all backward passes of a step came from no forward pass of a wrapper."""
     _reads.begin(_WATCH_STEPS)
 
 
@@ -244,7 +244,7 @@ def mode_set(module: Any, mode: bool = True) -> After:
 
 
 def compiled(*_: Any, **__: Any) -> After:
-    """torch.compile: compiled forward passes are not seen, so nothing is said about them."""
+    """torch.compile: compiled forward passes are invisible, so nothing is reported about them."""
     if places.is_by_user(sys._getframe(3)):
         recorder.is_compiled = True
         after_step()
@@ -252,7 +252,7 @@ def compiled(*_: Any, **__: Any) -> After:
 
 
 def backward_begins() -> dict[int, dict[str, Any]]:
-    """Of each DDP model: whether this backward exchanges gradients. A model with no forward pass does not."""
+    """For each DDP model: whether this backward exchanges gradients. A model without a forward pass does not."""
     found: dict[int, dict[str, Any]] = {}
     for model in models.told():
         wrapper = model.wrapper()
@@ -271,6 +271,6 @@ def backward_begins() -> dict[int, dict[str, Any]]:
 
 
 def backward_ends() -> None:
-    """What was called within is a checkpoint's, and what was called before is done."""
+    """Calls within this backward belong to a checkpoint, and calls before it are finished."""
     for model in models.told():
         model.past_at = None

@@ -1,4 +1,4 @@
-"""The library that a file of code belongs to, by the real folders of libraries: a user's folders may have any name."""
+"""The library that a code file belongs to, by the real folders of libraries: a user's folders may have any name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def library_of(file: str) -> str | None:
     """The library of a file: `lockstep` (the audit, and torch-lockstep), `python` (the standard library), or the top
     name of an installed package.
 
-    None: the file is the user's own. So is code without a file, from a notebook or `python -c`.
+    None: the file is the user's. So is code without a file, from a notebook or `python -c`.
 
     Args:
-        file: as a code object or a traceback has it.
+        file: its name in a code object or a traceback.
     """
     if file.startswith("<"):
         return PYTHON if file.startswith("<frozen ") else None
@@ -39,7 +39,7 @@ def library_of(file: str) -> str | None:
 
 
 def _engine() -> str | None:
-    """The folder of torch-lockstep, if the script uses it: a clone lies outside of site-packages."""
+    """The folder of torch-lockstep, if the script uses it: a clone is outside site-packages."""
     file = getattr(sys.modules.get("lockstep"), "__file__", None)
     return os.path.dirname(os.path.realpath(file)) if file else None
 

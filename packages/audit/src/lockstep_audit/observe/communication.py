@@ -17,7 +17,7 @@ from lockstep_audit.observe.recorder import LAUNCHER, After, recorder
 _EACH_LINE = 2000
 _LOOKS = 8
 _NAMED = 200
-"""So many calls of a line are told with the names that the script has for what it exchanges."""
+"""For the first calls of a line, this many, events contain the script's names for what it exchanges."""
 _LONGEST = 60
 _OWN_NAMESPACE = 1  # of a function: CO_OPTIMIZED
 _depth = 0
@@ -47,10 +47,10 @@ def initialized(*_: Any, **__: Any) -> After:
 
 
 def store_made(hostname: str, port: int, *_: Any, **__: Any) -> After:
-    """A store of the script's own, for processes that it starts itself (`mp.spawn`, `init_method="tcp://..."`).
+    """A store that the script makes for processes that it starts itself (`mp.spawn`, `init_method="tcp://..."`).
 
-    Under the launcher all ranks are clients of the launcher's store. Nobody would serve this one, and the script that
-    runs alone without the audit would wait for ever.
+    Under the launcher all ranks are clients of the launcher's store. Nobody would serve this one, so a script that
+    works without the audit would wait forever.
     """
     run_id, launcher = os.environ.get(LAUNCHER, " ").rsplit(" ", 1)
     if not launcher or str(port) == launcher or os.environ.get("TORCHELASTIC_RUN_ID") != run_id:
@@ -84,7 +84,7 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
     _depth += 1
     if _depth > 1:
         return _leave
-    lists = [named["tensor_list"]] if "tensor_list" in named else []  # uneven: its first is alike on all ranks
+    lists = [named["tensor_list"]] if "tensor_list" in named else []  # uneven: the first is the same on all ranks
     values = [*arguments, *lists, *named.values()]
     group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
     reduce_op = next((str(value).rpartition(".")[2] for value in values if isinstance(value, _OPS)), None)
@@ -141,7 +141,7 @@ def _root(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int 
 def _seen(
     name: str, values: Sequence[Any], tensor: torch.Tensor, frame: Any, reduction: Reduction | None
 ) -> dict[str, Any]:
-    """Names that the calling line has for a tensor, which gradient it is, and of which means it is the mean."""
+    """The calling line's names for a tensor, which gradient it is, and which means it averages."""
     _named[name] += 1
     told: dict[str, Any] = {}
     if frame is not None and tensor.numel() == 1 and any(_is_given(each, tensor) for each in places.arguments(frame)):
@@ -156,7 +156,7 @@ def _seen(
 
 
 def _is_given(argument: Any, tensor: torch.Tensor) -> bool:
-    """True if an argument of the calling function is this tensor, or the number that the tensor holds."""
+    """True if an argument of the calling function is this tensor, or the number that it holds."""
     if argument is tensor or isinstance(argument, bool) or tensor.device.type != "cpu":
         return argument is tensor
     if isinstance(argument, torch.Tensor):
@@ -180,11 +180,11 @@ def _names(frame: Any) -> dict[str, str] | None:
 
 _averages: set[str] = set()
 _looked: Counter[str] = Counter()
-"""How often each line was looked at: all parameters are compared."""
+"""How often each line was examined: all parameters are compared."""
 
 
 def _note_average(name: str, tensor: torch.Tensor, at: list[str | int] | None, op: str | None) -> None:
-    """Note a line that exchanges parameters after the first step: averages of replicas, by hand."""
+    """Record a line that exchanges parameters after the first step: averages of replicas, by hand."""
     if str(at) in _averages or not recorder.counts.optimizer_steps or _looked[str(at)] >= _LOOKS:
         return
     _looked[str(at)] += 1

@@ -1,4 +1,4 @@
-"""Observes what data sets hold: a few samples, read when training is over, and the beginnings of streams."""
+"""Observes what data sets contain: a few samples, read after training, and the first samples of streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep_audit.observe.data import loader_at
 from lockstep_audit.observe.recorder import After, recorder
 
 _PROBED, _MORE, _QUICK_S = 8, 64, 0.3
-"""So many samples are read of each data set, and so many where that is quick: of few classes, few may differ."""
+"""Samples that are read of each data set, and of one that reads fast: with few classes, few samples may differ."""
 _GOLDEN = 0.6180339887498949  # spreads the chosen samples without a period
 _VALUES = 64
 _STREAMED = 8
@@ -33,11 +33,11 @@ _PATIENCE_S = 5.0
 _waiting: dict[int, tuple[Callable[[], Any], Any, dict[str, Any]]] = {}
 _KEPT = 4
 _kept: list[Any] = []
-"""The first data sets. They live until they were read: a function that trains may end before the process group."""
+"""The first data sets. They are kept until they are read: a training function may end before the process group."""
 
 
 def remember(loader: Any, described: Mapping[str, Any]) -> None:
-    """A data set with a length, of which samples are read at the end."""
+    """A data set with a length. Some of its samples are read at the end."""
     dataset, size = loader.dataset, described["dataset_size"]
     if size and not described["is_iterable"] and described["epoch"] == 0:
         told = {"at": described["made_at"], "loader": described["loader"], "dataset_size": size}
@@ -52,7 +52,7 @@ def remember(loader: Any, described: Mapping[str, Any]) -> None:
 
 
 def probe(*_: Any, **__: Any) -> After:
-    """Before the process group ends, or at exit: the script has computed all that it computes."""
+    """Before the process group ends, or at exit: the script has finished computing."""
     if not recorder.probe or recorder.rank is None or not recorder.counts.optimizer_steps or recorder.error is not None:
         return None
     end = time.monotonic() + _PATIENCE_S
@@ -66,13 +66,13 @@ def probe(*_: Any, **__: Any) -> After:
 
 
 def at_exit() -> dict[str, Any]:
-    """Read what was not read yet."""
+    """Read what has not been read yet."""
     probe()
     return {}
 
 
 def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
-    """Read a few samples twice, from equal seeds. All generators of random numbers stay as they were."""
+    """Read a few samples twice, with equal seeds. All random generators keep their states."""
     size, numpy = told["dataset_size"], sys.modules.get("numpy")
     states = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
     try:
@@ -92,14 +92,14 @@ def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
 
 
 def _read(dataset: Any, collate: Any, index: int) -> list[Any]:
-    """The fields of a sample, and those that a function of the script makes of it for a batch."""
+    """The fields of a sample, and those that the script's collate function makes of it."""
     random.seed(index)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(index)
     torch.manual_seed(index)
     found = [_told(part) for part in parts(dataset[index])]
     if collate is not None:
-        with contextlib.suppress(Exception):  # one sample may be no batch
+        with contextlib.suppress(Exception):  # one sample may not make a batch
             found += [_told(part) for part in parts(collate([dataset[index]]))]
     return found
 
@@ -131,7 +131,7 @@ _classes: set[type] = set()
 
 
 def shard_made(shard: Any, dataset: Any, *_: Any, **__: Any) -> After:
-    """Accelerate's IterableDatasetShard, which takes every n-th part of what should be one stream on all ranks."""
+    """Accelerate's IterableDatasetShard, which takes every n-th shard of what should be one stream on all ranks."""
     at = places.here()
 
     def after(result: Any, error: BaseException | None) -> None:
@@ -143,7 +143,7 @@ def shard_made(shard: Any, dataset: Any, *_: Any, **__: Any) -> After:
 
 
 def dispatched(loader: Any, dataset: Any, *_: Any, **__: Any) -> None:
-    """Accelerate's DataLoaderDispatcher: the first rank reads its stream, and others get parts of that."""
+    """Accelerate's DataLoaderDispatcher: the first rank reads its stream and sends shards of it to the others."""
     if isinstance(dataset, torch.utils.data.IterableDataset):
         held = dict(vars(dataset))
         if dealt := held.get("_distributed"):  # of datasets' split_dataset_by_node
@@ -162,10 +162,10 @@ _WORDS = {
 
 
 def _asked(dataset: Any) -> dict[str, list[Any]]:
-    """What `__iter__`, and functions of the script that it calls, read outside of the stream: by name, value and place.
+    """What `__iter__`, and functions of the script that it calls, read outside the stream: by name, value and place.
 
-    Of a whole number that is a global variable, the value; of other names of the rank, or of the number of ranks, which
-    of both. What the stream holds itself is not among them.
+    For a whole number that is a global variable: the value. For other names of the rank or of the number of ranks:
+    which of the two. What the stream itself holds is not included.
     """
     functions, found = [inspect.unwrap(type(dataset).__iter__)], dict[str, list[Any]]()
     for function in functions:
@@ -195,7 +195,7 @@ def _asked(dataset: Any) -> dict[str, list[Any]]:
 
 
 def _used(kind: type) -> Iterator[str]:
-    """The names that functions of a class use, but for its constructor."""
+    """The names that functions of a class use, except its constructor."""
     codes = [each.__code__ for name, each in vars(kind).items() if hasattr(each, "__code__") and name != "__init__"]
     while codes:
         code = codes.pop()
@@ -204,7 +204,7 @@ def _used(kind: type) -> Iterator[str]:
 
 
 def _part(held: Any) -> int | list[str] | None:
-    """What a data set holds: a number, or the least digests of a list, whatever its order. None: too few, or other."""
+    """What a data set holds: a number, or the least digests of a list in any order. None: too few, or another type."""
     if isinstance(held, int):
         return None if isinstance(held, bool) else held
     if isinstance(held, (str, PurePath)):
@@ -221,7 +221,7 @@ _streams: dict[int, tuple[weakref.ref[Any], list[str | int] | None, int]] = {}
 
 
 def _watch(kind: type) -> None:
-    """Note the first samples of streams of a class. They go on to whoever reads the stream."""
+    """Record the first samples of streams of a class, and pass them on to whoever reads the stream."""
     original = kind.__dict__.get("__iter__")
     if original is None or kind in _classes:
         return

@@ -1,4 +1,4 @@
-"""Observes data: loaders, and the batches that the script gets."""
+"""Observes data: loaders, and the batches that the script receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INDICES = 100_000
 _EACH = 50
 _MOST_GIVEN = 256
 IGNORED = -100
-"""The label that losses of torch leave out."""
+"""The label that torch's losses ignore."""
 _MAPPED = 20_000
 _CALLS = ("forwards_eval", "forwards_training", "backwards")
 
@@ -31,7 +31,7 @@ class Loader:
     made_at: list[str | int] | None
     subset: str | None = None
     mapped: list[int] | None = None
-    """Of a Subset: the index below for each of its indices."""
+    """For a Subset: the index below for each of its indices."""
     epochs: int = 0
     open: Pass | None = None
 
@@ -46,13 +46,13 @@ class Pass:
     before: dict[str, int]
     is_map_style: bool
     rounds: int = 0
-    """So many first batches are looked at: two of each worker of a stream."""
+    """The number of first batches that are examined: two of each worker of a stream."""
     drawn: deque[Any] = dataclasses.field(default_factory=deque)
     unwritten: list[list[int]] = dataclasses.field(default_factory=list)
     first_unwritten: int = 0
     written: int = 0
     due: int | None = None
-    """The batches after which a framework asks for no more. None: the script itself asks, or nobody knows."""
+    """The number of batches after which a framework stops asking. None: the script itself asks, or it is unknown."""
     batches: int = 0
     samples: int = 0
     is_complete: bool = False
@@ -62,10 +62,10 @@ class Pass:
 _loaders: Registry[Loader] = Registry()
 _passes: Registry[Pass] = Registry()
 _open: dict[int, Pass] = {}
-"""Iterations that have not ended, by the number of their loader, which may be gone before the script ends."""
+"""Iterations that have not ended, by the number of their loader. The loader may be gone before the script ends."""
 _made_for: Registry[list[str | int] | None] = Registry()
 _skips: Registry[tuple[int, list[str | int] | None]] = Registry()
-"""Of loaders that leave out their first batches: how many, and where the script asked for it."""
+"""For loaders that skip their first batches: how many, and where the script asked for it."""
 _count = 0
 last: Pass | None = None
 """The iteration that began last."""
@@ -74,7 +74,7 @@ given: list[tuple[Pass, dict[str, Any]]] = []
 
 
 def loader_made(loader: Any, dataset: Any, *_: Any, **named: Any) -> After:
-    """DataLoader.__init__. A framework makes a loader anew: its place is that of the user's loader of the same data."""
+    """DataLoader.__init__. If a framework rebuilds a loader, its place is that of the user's loader of these data."""
     at, by_user = places.here(), places.is_by_user(sys._getframe(3))
 
     def after(result: Any, error: BaseException | None) -> None:
@@ -92,7 +92,7 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **named: Any) -> After:
 
 
 def loader_at(dataset: Any) -> list[str | int] | None:
-    """Where the script made the loader of a data set, or else the data set."""
+    """Where the script made the loader of a data set, or the data set if it made no loader."""
     found: list[str | int] | None = samplers.weak(_made_for.get, dataset)
     return found or samplers.made_at(dataset)
 
@@ -150,7 +150,7 @@ on_loader: list[Callable[[Any, dict[str, Any]], None]] = []
 
 
 def _subset(dataset: Any) -> tuple[str | None, list[int] | None]:
-    """Of `Subset`s within each other: a digest of their indices (None: there is none), and indices below all."""
+    """Of nested `Subset`s: a digest of their indices (None: there is no Subset), and the indices below all of them."""
     found, mapped = [], None
     while isinstance(dataset, torch.utils.data.Subset):
         indices = [int(index) for index in dataset.indices]
@@ -161,13 +161,13 @@ def _subset(dataset: Any) -> tuple[str | None, list[int] | None]:
 
 
 def joining(*_: Any, **__: Any) -> After:
-    """Join.__enter__, which DDP.join uses, too."""
+    """Join.__enter__, which DDP.join also uses."""
     recorder.counts.joined += 1
     return None
 
 
 class _Drawing:
-    """An iterator over a sampler, which keeps what it gave."""
+    """An iterator over a sampler that records what it yields."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self._inner = inner
@@ -183,7 +183,7 @@ class _Drawing:
 
 
 def iterator_made(iterator: Any, *_: Any, **__: Any) -> After:
-    """_BaseDataLoaderIter.__init__ and _reset: the sampler's iterator is exchanged for one that keeps indices."""
+    """_BaseDataLoaderIter.__init__ and _reset: replace the sampler's iterator by one that records indices."""
 
     def after(result: Any, error: BaseException | None) -> None:
         if error is None and not isinstance(iterator._sampler_iter, _Drawing):
@@ -250,7 +250,7 @@ def _give(turn: Pass, batch: Any) -> None:
 
 
 def _labels(batch: Any) -> dict[str, int]:
-    """The number of labels that are not -100, if any is, and without the first of each row as causal models count."""
+    """The number of labels that are not -100, if any is, and without the first of each row, as causal models count."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     for tensor in digests.tensors_in(batch):
         if tensor.dtype == torch.int64 and tensor.device.type == "cpu":
@@ -285,7 +285,7 @@ def _write_indices(turn: Pass) -> None:
 
 
 def close(turn: Pass, is_complete: bool) -> None:
-    """Note the end of an iteration."""
+    """Record the end of an iteration."""
     if turn.is_closed:
         return
     turn.is_closed = True
@@ -302,20 +302,20 @@ def close(turn: Pass, is_complete: bool) -> None:
 
 
 def close_complete() -> None:
-    """Note the end of iterations that gave all batches, and of evaluations that a framework left early."""
+    """Record the end of iterations that yielded all batches, and of evaluations that a framework left early."""
     for turn in list(_open.values()):
         if turn.is_complete or (turn.due is not None and _is_evaluation(turn)):
             close(turn, is_complete=turn.is_complete)
 
 
 def _is_evaluation(turn: Pass) -> bool:
-    """True if since the begin of an iteration a model was called in evaluations only."""
+    """True if, since an iteration began, a model was called only for evaluation."""
     called = {name: getattr(recorder.counts, name) - turn.before[name] for name in _CALLS}
     return bool(called["forwards_eval"]) and not called["forwards_training"] and not called["backwards"]
 
 
 def at_exit() -> dict[str, Any]:
-    """Close what is open."""
+    """Close all open iterations."""
     close_complete()
     for turn in list(_open.values()):
         close(turn, is_complete=False)

@@ -1,4 +1,4 @@
-"""Digests of tensors: equal for equal bits, shapes and types; a few passes over the memory, on the tensor's device."""
+"""Digests of tensors: equal for equal bits, shapes and types. A few passes over memory, on the tensor's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _layouts: dict[tuple[torch.device, tuple[int, ...]], tuple[torch.Tensor, torch.T
 
 
 def _mixed(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """`count` numbers of 64 bits, each another one (int64; splitmix64 with shifts that keep signs)."""
+    """`count` distinct numbers of 64 bits (int64; splitmix64 with shifts that keep signs)."""
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * seed
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
@@ -34,12 +34,12 @@ def _weights_of(count: int, device: torch.device, is_rows: bool) -> torch.Tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that this rank holds; any other tensor as it is."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as int64, 1-dim; zeros fill the last."""
+    """The bits of a tensor as int64, 1-dim, padded with zeros."""
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1:  # a single number may have the stride 0 of an expanded tensor
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -52,7 +52,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(whole: torch.Tensor) -> torch.Tensor:
-    """A sum of int64, each with a weight by its place: that of its row and that of its column (int64, 0-dim)."""
+    """A sum of int64 weighted by position: by row and by column (int64, 0-dim)."""
     rows = whole.numel() // _COLUMNS
     rest = whole[rows * _COLUMNS :]
     table = whole[: rows * _COLUMNS].view(rows, _COLUMNS)
@@ -62,7 +62,7 @@ def _sum(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_small(wholes: list[torch.Tensor]) -> torch.Tensor:
-    """Such a sum of each of many small tensors, in few operations (int64, of as many as there are tensors)."""
+    """The same sum for each of many small tensors, in few operations (int64, as many as there are tensors)."""
     device, sizes = wholes[0].device, tuple(whole.numel() for whole in wholes)
     key = (device, sizes)
     if key not in _layouts:
@@ -78,7 +78,7 @@ def _sums_of_small(wholes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sum of each tensor of a device, with one wait for the device."""
+    """The sum of each tensor on a device, with one wait for the device."""
     wholes = {name: _whole(tensor) for name, tensor in tensors.items()}
     small = {name: whole for name, whole in wholes.items() if whole.numel() < _SMALL}
     large = {name: _sum(whole) for name, whole in wholes.items() if name not in small}
@@ -88,7 +88,7 @@ def _numbers(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def of_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, str | None]:
-    """The digest of each tensor. None stays None. Waits for the device once for each device."""
+    """The digest of each tensor. None stays None. Waits once for each device."""
     with torch.no_grad():
         shards = {name: None if tensor is None else local(tensor) for name, tensor in tensors.items()}
         dense = {name: _dense(shard) for name, shard in shards.items() if shard is not None}
@@ -112,7 +112,7 @@ def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    """True if all numbers of a tensor, or of the part that this rank holds, are the same."""
+    """True if all numbers of a tensor, or of this rank's shard, are the same."""
     flat = local(tensor).detach().flatten()
     return bool((flat[:1] == flat).all()) if flat.layout == torch.strided else False
 
@@ -123,7 +123,7 @@ def of_numbers(numbers: Iterable[object]) -> str:
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
-    """The tensors of a batch: of lists, tuples, dictionaries and dataclasses within each other."""
+    """The tensors of a batch: of nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Observes what models are in the end, and parameters that change their kind after the wrapping."""
+"""Observes the final state of models, and parameters that are frozen, unfrozen or added after the wrapping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def note_parameters(*_: Any, **__: Any) -> After:
 
 
 def at_exit() -> dict[str, Any]:
-    """What the parameters are at the end."""
+    """The final parameters."""
     note_parameters()
     held = {number: each for number, each in _last_buffers.items() if each}
     return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": held or None}
@@ -42,10 +42,10 @@ _unfrozen: dict[int, tuple[list[str], list[str]]] = {}
 
 
 def note_unfrozen(model: models.Model, at: list[str | int] | None, held: Callable[[], set[int]]) -> bool:
-    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones.
+    """Record parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones.
 
     Args:
-        held: gives the ids of the parameters that optimizers have.
+        held: returns the ids of the parameters that optimizers have.
     """
     parameters = dict(parameters_of(model))
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}

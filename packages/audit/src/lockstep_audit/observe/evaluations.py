@@ -1,4 +1,4 @@
-"""Observes where evaluations begin, and which weights and buffers a model has there."""
+"""Observes where evaluations begin, and the weights and buffers of the model there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lockstep_audit.observe.recorder import recorder
 from lockstep_audit.observe.torch_state import has_other_ranks
 
 _MOST = {True: 20, False: 10}
-"""So many evaluations after training are looked at, and so many others, which follow another."""
+"""The number of evaluations after training that are examined, and of those that follow another evaluation."""
 _LOADED = 50
-"""So many at most, where weights were loaded before."""
+"""The most that are examined if weights were loaded before."""
 _FRAMES = 6
 
 
@@ -25,7 +25,7 @@ class Evaluation:
     trained: bool = False
     """Whether a training forward pass came after it."""
     changed: dict[str, Any] | None = None
-    """Where weights were loaded since, and their digests before."""
+    """Where weights were loaded since, and their digests before the load."""
     looks: dict[bool, int] = dataclasses.field(default_factory=lambda: {True: 0, False: 0})
 
     def train(self) -> None:
@@ -42,14 +42,14 @@ def _path() -> list[list[str | int]]:
 
 
 def load(told: Evaluation, inner: Any) -> None:
-    """load_state_dict of a model of DDP, or of a part, begins."""
+    """load_state_dict of a DDP model, or of a submodule, begins."""
     if sum(told.looks.values()) < _LOADED and has_other_ranks():
         before = told.changed["before"] if told.changed else _parameters(inner)
         told.is_due, told.changed = True, {"at": _path(), "before": before}
 
 
 def begin(told: Evaluation, how: str, number: int, inner: Any) -> None:
-    """The first forward pass in evaluation mode since training, eval() or a load: note buffers and weights."""
+    """The first forward pass in evaluation mode since training, eval() or a load: record buffers and weights."""
     trained, changed = told.trained, told.changed
     told.is_due, told.trained, told.changed = False, False, None
     buffers = dict(inner.named_buffers())

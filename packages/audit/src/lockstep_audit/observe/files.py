@@ -1,4 +1,4 @@
-"""Observes what the script saves, opens for writing and loads, and states that it restores."""
+"""Observes what the script saves, opens for writing and loads, and the states that it restores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEPS = ("step", "global_step", "steps", "epoch", "iteration", "iter")
 _ROWS, _LARGEST, _MOST = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson"), 5_000_000, 200
 _depth = 0
 _texts: dict[str, str] = {}
-"""Files of rows that the script wrote, and their names now."""
+"""Files of rows that the script wrote, and their current names."""
 _numbers = {what: Numbers() for what in ("model", "optimizer", "scheduler", "scaler")}
 
 
@@ -66,7 +66,7 @@ def loaded_in_place(state: Any, *_: Any, **named: Any) -> After:
 
 
 def renamed(old: Any, new: Any, *_: Any, **__: Any) -> After:
-    """os.rename, os.replace and copies: a file has another name."""
+    """os.rename, os.replace and copies: a file gets a different name."""
     if (before := _path(old)) and (now := _path(new)) and not before.startswith(("/dev/", "/proc/")):
         recorder.emit("rename", limit=_EACH_LINE, at=places.here(), path=before, to=now)
         _texts.update({path: now for path, name in _texts.items() if name == before})
@@ -74,7 +74,7 @@ def renamed(old: Any, new: Any, *_: Any, **__: Any) -> After:
 
 
 def _shards(value: Any, depth: int = 5) -> Iterator[str]:
-    """The names of tensors in a checkpoint that hold a part of a tensor: shards, of DTensors or taken out of them."""
+    """The names of tensors in a checkpoint that are shards: DTensors, or taken out of DTensors."""
     for name, one in value.items() if isinstance(value, Mapping) and depth else ():
         if isinstance(one, torch.Tensor):
             parts = getattr(one, "placements", ())
@@ -115,7 +115,7 @@ def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
 def watch_open() -> None:
     """Observe `open` by the script, or by a package that writes for the script, such as NumPy.
 
-    `sys.addaudithook` would do too, but is called for each call of `id`, and slows all steps.
+    `sys.addaudithook` would work too, but it is called at each call of `id`, which slows down all steps.
     """
     original = builtins.open
 
@@ -141,7 +141,7 @@ def _opened(file: Any, mode: str, caller: Any) -> None:
 
 
 def at_exit() -> dict[str, Any]:
-    """How many lines the files of rows have."""
+    """The number of lines in each file of rows."""
     for path, name in _texts.items():
         if os.path.isfile(name) and os.path.getsize(name) <= _LARGEST:
             content = Path(name).read_bytes()

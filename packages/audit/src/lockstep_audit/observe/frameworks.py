@@ -27,7 +27,7 @@ _depth = 0
 
 
 def gathered(*_: Any, **__: Any) -> After:
-    """Accelerator.gather_for_metrics, which takes repeated samples out."""
+    """Accelerator.gather_for_metrics, which removes repeated samples."""
     global _depth
     recorder.counts.gathered += 1
     _depth += 1
@@ -47,7 +47,7 @@ def gathers(*_: Any, **__: Any) -> After:
 
 
 def padded(_: Any, tensor: Any, dim: int = 0, pad_index: int = 0, *__: Any, **___: Any) -> After:
-    """Accelerator.pad_across_processes of whole numbers: whether they are padded with one that they have themselves."""
+    """Accelerator.pad_across_processes of whole numbers: whether the padding is a value that they also contain."""
     at = places.here()
 
     def after(result: Any, error: BaseException | None) -> None:
@@ -62,13 +62,13 @@ def padded(_: Any, tensor: Any, dim: int = 0, pad_index: int = 0, *__: Any, **__
 
 
 def state_loaded(accelerator: Any, *_: Any, **__: Any) -> None:
-    """Accelerator.load_state, which loads nothing into what was not prepared before."""
+    """Accelerator.load_state, which loads only into what was prepared before."""
     held = [getattr(accelerator, name, None) for name in ("_models", "_optimizers", "_custom_objects")]
     recorder.emit("load_state", limit=_EACH_LINE, at=places.here(), objects=sum(len(each or ()) for each in held))
 
 
 def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: Any) -> After:
-    """LightningModule.log in an evaluation. A metric of torchmetrics is exchanged by itself."""
+    """LightningModule.log in an evaluation. Lightning exchanges metrics of torchmetrics itself."""
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not torch_state.has_other_ranks() or trainer.training or trainer.sanity_checking:
         return None
@@ -80,11 +80,11 @@ def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: 
 
 
 _entries: Registry[int] = Registry()
-"""By Trainer, how many entries its history had after its last log."""
+"""By Trainer, the number of entries in its history after its last log."""
 
 
 def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
-    """transformers' Trainer.log of numbers of the script: given by it, or added by its one callback that can."""
+    """transformers' Trainer.log of the script's numbers: passed by it, or added by the one callback that can."""
     if not torch_state.has_other_ranks():
         return None
     given, history = dict(logs or {}), trainer.state.log_history
@@ -103,7 +103,7 @@ def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
 
 
 def _adds(trainer: Any, key: str) -> list[str | int] | None:
-    """Where the script's callback begins that may add to a log: the one that has the key in it, or the only one."""
+    """The first line of the script's callback that may add to a log: the one that contains the key, or the only one."""
     found = []
     for callback in trainer.callback_handler.callbacks:
         for name, method in vars(type(callback)).items():
@@ -130,7 +130,7 @@ def _note(trainer: Any, logs: dict[str, Any], at: list[str | int] | None = None)
 
 
 def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
-    """transformers' Trainer.compute_loss, which multiplies a loss by the number of ranks: by the loss's own words
+    """transformers' Trainer.compute_loss, which multiplies a loss by the number of ranks because it takes it for
     a sum that was divided by the items of all ranks."""
     if not recorder.is_sampled(recorder.counts.optimizer_steps) or not torch_state.has_other_ranks():
         return None
@@ -152,14 +152,14 @@ def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
 
 
 def asked(thing: Any, name: str, value: Any) -> After:
-    """A flag of Lightning's Trainer, or of transformers' TrainerControl, by which the script asks to stop or save."""
+    """A flag of Lightning's Trainer or of transformers' TrainerControl with which the script asks to stop or save."""
     if name in _FLAGS and bool(value) and not getattr(thing, name, False) and places.is_by_user(sys._getframe(3)):
         recorder.emit("asked", limit=_EACH_LINE, at=places.here(), what=name)
     return None
 
 
 def ran(trainer: Any, *_: Any, **__: Any) -> After:
-    """Trainer.fit of Lightning and Trainer.train of transformers, which may stop before they were asked to."""
+    """Trainer.fit of Lightning and Trainer.train of transformers, which may stop early."""
     at = places.here()
 
     def after(result: Any, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Observes frozen modules that the training calls, such as teachers: no wrapper and no optimizer has them."""
+"""Observes frozen modules that the training calls, such as teachers: neither a wrapper nor an optimizer has them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep_audit.observe.recorder import recorder
 
 _MOST = 8
 _noted: list[set[int]] = []
-"""The ids of the parameters of each module that was told."""
+"""The ids of the parameters of each module that was recorded."""
 
 
 def note(module: Any) -> None:
-    """Before the first forward pass of a module: what its weights are, if nothing here trains them."""
+    """Before the first forward pass of a module: record its weights, if nothing here trains them."""
     parameters = dict(module.named_parameters())
     if len(_noted) < _MOST and parameters and torch_state.has_other_ranks() and _is_frozen(parameters):
         _noted.append({id(parameter) for parameter in parameters.values()})
@@ -30,7 +30,7 @@ def note(module: Any) -> None:
 
 
 def _is_frozen(parameters: dict[str, Any]) -> bool:
-    """True of parameters that get no gradient, in a script whose models are all of DDP. Shards are others' parts."""
+    """True for parameters that get no gradient, in a script whose models all use DDP. Shards are excluded."""
     if not models.are_all("ddp") or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values())):
         return False
     if any(models.owner(each) is not None or not _is_own(each) for each in parameters.values()):
@@ -40,6 +40,6 @@ def _is_frozen(parameters: dict[str, Any]) -> bool:
 
 
 def _is_own(parameter: Any) -> bool:
-    """True of a parameter that is a module's own and whole: nothing put it there for a call."""
+    """True for a parameter that belongs to a module and is whole: it was not placed there for one call."""
     is_whole = isinstance(parameter, torch.nn.Parameter) and not hasattr(parameter, "_local_tensor")
     return is_whole and not parameter.is_meta and not torch.nn.parameter.is_lazy(parameter)

@@ -1,4 +1,4 @@
-"""Observes features that a script gathers from all ranks without their gradient, and multiplies in a loss."""
+"""Observes features that a script gathers from all ranks without their gradient and multiplies in a loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PRODUCTS = {
     "AddmmBackward0": {1: "mat1", 2: "mat2"},
     "CdistBackward0": {0: "x1", 1: "x2"},
 }
-"""The factors of functions of autograd that compare each row with each other: place and name."""
+"""The factors of autograd functions that compare every row with every other: place and name."""
 _gathered: list[tuple[tuple[int, ...], Any, list[str | int] | None, str | None]] = []
-"""Since the last backward pass: the shape of what a rank gave, what holds all rows, where, and what would help."""
+"""Since the last backward pass: the shape of the rank's rows, the gathered rows, where, and the remedy."""
 
 
 def note(values: Sequence[Any], at: list[str | int] | None, remedy: str | None = None) -> None:
-    """An all_gather of what needs a gradient. A function of autograd gathers where no gradients are recorded."""
+    """An all_gather of a tensor that needs a gradient. An autograd function gathers without recording gradients."""
     given = next(digests.tensors_in(values[1:], 2), None)
     is_looked_at = len(_gathered) < _MOST and recorder.is_sampled(recorder.counts.optimizer_steps)
     if is_looked_at and torch.is_grad_enabled() and given is not None and given.requires_grad and given.ndim:
@@ -44,7 +44,7 @@ def by_lightning(owner: Any, data: Any, group: Any = None, sync_grads: bool = Fa
 
 
 def at_backward(root: torch.Tensor | None) -> None:
-    """Note a gathered tensor that is a factor of a product of matrices below a loss, and has no gradient."""
+    """Record a gathered tensor without a gradient that is a factor of a matrix product below a loss."""
     waiting, seen, found = [root.grad_fn if root is not None else None], set[Any](), set[str]()
     while _gathered and waiting and len(seen) < _NODES:
         node = waiting.pop()
@@ -60,7 +60,7 @@ def at_backward(root: torch.Tensor | None) -> None:
 
 
 def _is_factor(node: Any, shape: tuple[int, ...], outputs: list[torch.Tensor]) -> bool:
-    """True if a factor without a gradient has the rows of the outputs, or multiples. Only one of that size is read."""
+    """True if a factor without a gradient contains the rows of the outputs, or multiples. Reads one of that size."""
     count, size = sum(each.numel() for each in outputs), shape[-1]
     for number, name in _PRODUCTS[type(node).__name__].items():
         sizes = getattr(node, f"_saved_{name}_sym_sizes", None)
@@ -80,7 +80,7 @@ def _is_factor(node: Any, shape: tuple[int, ...], outputs: list[torch.Tensor]) -
 
 
 def _is_of_pieces(factor: torch.Tensor, held: torch.Tensor, ranks: int) -> bool:
-    """True if some rows of a factor are pieces of gathered rows, or multiples, and they come from all ranks."""
+    """True if rows of a factor are pieces of gathered rows, or multiples, and come from all ranks."""
     (count, size), columns = held.shape, factor.shape[-1]
     rows, each = factor.reshape(-1, columns), math.gcd(size, columns)
     pieces = (size - columns) // each + 1
@@ -97,7 +97,7 @@ def _units(rows: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def _is_constant(node: Any, outputs: list[torch.Tensor]) -> bool:
-    """True if nothing that the script computed is below a factor. What came as an object says it needs gradients."""
+    """True if nothing that the script computed is below a factor. Objects from a collective claim to need gradients."""
     own, waiting = {id(each) for each in outputs}, [node]
     for _ in range(_NODES):
         if not waiting:

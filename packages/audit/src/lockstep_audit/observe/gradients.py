@@ -1,4 +1,4 @@
-"""Gradients between a backward pass and the step that uses them: what a script does to them by hand."""
+"""Observes what a script does to gradients by hand, between a backward pass and the step that uses them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from lockstep_audit.observe.recorder import recorder
 
 _LOOKS = 8
 _STAMPED, _NUMBERS = 8, 65_536
-"""So many parameters, and so many numbers of each, are looked at to see whether parameters changed."""
+"""The number of parameters, and of values of each, that are examined to see whether parameters changed."""
 _SAME = 1e-3
 
 
 class Gradients:
-    """The gradients that optimizers will use next, and what a script that sums them by hand does to them."""
+    """The gradients that optimizers will use next, and what a script does to sum them by hand."""
 
     def __init__(self) -> None:
         self.parameters: Registry[None] = Registry()
-        """Of optimizers that have stepped or were made, and of no wrapped model."""
+        """Of optimizers that have stepped or were made, and in no wrapped model."""
         self.all: Registry[None] = Registry()
         """Of any optimizer."""
         self.after_backward: dict[int, float] = {}
         self.reduced: dict[int, dict[str, Any]] = {}
         self.waited: set[int] = set()
-        """Ids of the works of asynchronous all-reduces for which the script waited."""
+        """Ids of the work handles of asynchronous all-reduces that the script waited for."""
         self.shards: dict[int, float] = {}
         """Norms of the shards of gradients after the last backward pass, by the id of the parameter."""
         self.norm_at: list[str | int] | None = None
-        """Where the script took the norm of a shard of a gradient."""
+        """Where the script computed the norm of a shard of a gradient."""
         self.scaled_at: list[str | int] | None = None
-        """Where the script multiplied a shard of a gradient last."""
+        """Where the script last multiplied a shard of a gradient."""
         self.given: dict[int, float] = {}
-        """Sums of the gradients that communication hooks got in this backward pass, by the id of the parameter."""
+        """Sums of the gradients that communication hooks received in this backward pass, by the id of the parameter."""
         self._places: dict[int, torch.Tensor] = {}
         self.cleared_at: list[str | int] | None = None
-        """Where gradients were cleared last since the last backward pass, by zero_grad()."""
+        """Where zero_grad() last cleared gradients since the last backward pass."""
         self._stamp: list[float] = []
         self._accumulates = False
         self._is_fresh = False
@@ -81,9 +81,9 @@ class Gradients:
             self.cleared_at = places.here()
 
     def is_discarded(self) -> bool | None:
-        """Before a backward pass: whether all gradients of the pass before are gone.
+        """Before a backward pass: whether all gradients of the previous pass are gone.
 
-        None: parameters changed since, or the training did not accumulate before.
+        None: parameters have changed since, or the training did not accumulate before.
         """
         self._accumulates = True
         had = any(self.after_backward.values()) or any(self.shards.values())
@@ -98,7 +98,7 @@ class Gradients:
         return not self.reduced and bool(factors) and max(factors) - min(factors) > _SAME * max(factors)
 
     def _without_owner(self) -> list[torch.Tensor]:
-        """Parameters of no wrapped model. Those that a model has stay there, so only new ones are looked for."""
+        """Parameters of no wrapped model. Those of a model stay there, so only new ones are looked up."""
         if self._bare[0] != self.parameters.puts:
             found = [parameter for parameter, _ in self.parameters.items() if models.owner(parameter) is None]
             self._bare = self.parameters.puts, [weakref.ref(parameter) for parameter in found]
@@ -106,7 +106,7 @@ class Gradients:
         return [parameter for parameter in living if parameter is not None and models.owner(parameter) is None]
 
     def _tell_given(self) -> None:
-        """Sums of gradients before and behind communication hooks."""
+        """Sums of gradients before and after communication hooks."""
         for model in models.told() if self.given else ():
             held = {n: p for n, p in models.parameters_of(model) if id(p) in self.given and p.grad is not None}
             sums = {name: [self.given[id(p)], float(p.grad.double().sum())] for name, p in held.items()}
@@ -121,7 +121,7 @@ class Gradients:
             living = [parameter for parameter, _ in self.parameters.items()]
             self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
         found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
-        grad = found.grad if found is not None else None  # of a gradient that is gone, something took the memory
+        grad = found.grad if found is not None else None  # the memory of a freed gradient may be reused
         if grad is not None and grad.shape == tensor.shape and grad.data_ptr() == tensor.data_ptr():
             return found
         with_gradients = [parameter for parameter in self._places.values() if parameter.grad is not None]
@@ -133,7 +133,7 @@ class Gradients:
         return None
 
     def number_of(self, parameter: torch.Tensor) -> int:
-        """The place of a parameter among those of optimizers, in the order of their making."""
+        """The position of a parameter among those of optimizers, in the order in which they were made."""
         return next(number for number, (other, _) in enumerate(self.parameters.items()) if other is parameter)
 
     def norm(self) -> float:
@@ -150,7 +150,7 @@ class Gradients:
         return None if _is_sharded(tensor) else places_of.get(tensor.data_ptr())
 
     def take(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """What the script summed of these parameters since the last call, a dictionary for each line."""
+        """What the script summed of these parameters since the last call: a dictionary for each line."""
         lines: dict[str, dict[str, Any]] = {}
         for parameter in parameters if self.reduced else ():
             told = self.reduced.pop(id(parameter), None)
@@ -183,7 +183,7 @@ class Gradients:
             self.scaled_at = places.here()
 
     def _is_shard(self, tensor: Any) -> bool:
-        """True of this rank's shard of a gradient, since the last backward pass."""
+        """True for this rank's shard of a gradient, since the last backward pass."""
         if not self.shards or not isinstance(tensor, torch.Tensor):
             return False
         grads = [parameter.grad for parameter, _ in self.all.items() if parameter.grad is not None]
@@ -191,7 +191,7 @@ class Gradients:
         return digests.local(tensor).data_ptr() in shards
 
     def scaling(self, parameters: list[torch.Tensor]) -> float | None:
-        """The one factor of this rank's shards of all gradients since the backward pass. None: there is no such."""
+        """The one factor of this rank's shards of all gradients since the backward pass. None: there is none."""
         now = _norms(parameters) if self.shards else {}
         factors = [norm / self.shards[key] for key, norm in now.items() if self.shards.get(key)]
         if not factors or max(factors) - min(factors) > _SAME * max(factors):
@@ -210,13 +210,13 @@ def _norms(parameters: list[torch.Tensor]) -> dict[int, float]:
 
 
 def norms_of(tensors: list[torch.Tensor]) -> list[float]:
-    """The norm of each tensor. Waits for the device once, if all are on one."""
+    """The norm of each tensor. Waits for the device once, if all are on one device."""
     norms = list(torch._foreach_norm(tensors)) if tensors else []
     return torch.stack(norms).tolist() if len({norm.device for norm in norms}) == 1 else list(map(float, norms))
 
 
 def gradient_norm(parameters: list[torch.Tensor]) -> float:
-    """The norm of this rank's part of the gradients, also of sparse ones. 0.0 without any."""
+    """The norm of this rank's shard of the gradients, also of sparse ones. 0.0 without gradients."""
     found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
     found = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in found]
     found = [tensor.float() for tensor in found if tensor.layout == torch.strided and tensor.numel()]
@@ -231,7 +231,7 @@ gradients = Gradients()
 
 
 def watch_hooks(distributed: Any) -> None:
-    """Compare what communication hooks of DDP give with what they were given."""
+    """Compare what communication hooks of DDP return with what they received."""
     distributed._register_comm_hook = functools.partial(_registered, distributed._register_comm_hook)
 
 
@@ -260,7 +260,7 @@ class Reduction:
         self.before = _norm(tensor) if self.parameter is not None and self.is_sampled else None
 
     def after(self, work: Any) -> None:
-        """Note the sum. `work`: that of an asynchronous all-reduce."""
+        """Record the sum. `work`: the handle of an asynchronous all-reduce."""
         if self.parameter is None:
             return
         grad = self.parameter.grad

@@ -1,4 +1,4 @@
-"""Observes rows of a whole evaluation that ranks gather and then compare, and counts that ranks sum again and again."""
+"""Observes rows of a whole evaluation that ranks gather and then compare, and counts that ranks sum repeatedly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lockstep_audit.observe.recorder import After, recorder
 
 _FEW, _LARGEST, _SMALL, _TURNS = 12, 1_000_000, 1024, 2
 _gathered: deque[tuple[list[torch.Tensor], list[str | int] | None]] = deque(maxlen=8)
-"""Tensors of all ranks with a row for each sample of an evaluation, and where they were gathered."""
+"""Tensors of all ranks with one row per sample of an evaluation, and where they were gathered."""
 _counts: Registry[tuple[torch.Tensor, int, bool]] = Registry()
-"""Tensors that were summed over ranks: the sums, how often they were summed again, and if the script added to them."""
+"""Tensors that were summed over ranks: the sums, how often they were summed, and whether the script added to them."""
 _lines: set[str] = set()
 
 
 def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[str, Any]:
-    """A gather of tensors or objects: for objects, how many rows a list of plain values has."""
+    """A gather of tensors or objects. For objects: the number of rows if it is a list of plain values."""
     if name.endswith("_object"):
         given = values[1] if name == "all_gather_object" and len(values) > 1 else values[0]
         is_plain = isinstance(given, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in given)
@@ -39,7 +39,7 @@ def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[s
 
 
 def compared(one: Any, other: Any = None, *_: Any, **__: Any) -> After:
-    """Tensor == Tensor, Tensor - Tensor, or a loss: of rows in the order of ranks with rows of another order."""
+    """Tensor == Tensor, Tensor - Tensor, or a loss: compares rows in the order of ranks with rows in another order."""
     if not _gathered or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
     is_read = one.device.type == other.device.type == "cpu"
@@ -66,7 +66,7 @@ def _from(tensor: torch.Tensor) -> list[Any] | None:
 
 
 def summed(tensor: torch.Tensor, before: torch.Tensor, at: list[str | int] | None) -> None:
-    """A sum over ranks in place, of a few numbers. The script may have added to a sum of before."""
+    """An in-place sum over ranks of a few numbers. The script may have added to an earlier sum."""
     owner = tensor._base if tensor._base is not None else tensor
     known = _counts.get(owner)
     turns, added = 0, False
@@ -79,7 +79,7 @@ def summed(tensor: torch.Tensor, before: torch.Tensor, at: list[str | int] | Non
 
 
 def before_sum(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The numbers of a rank before they are summed, if they may be counts."""
+    """The numbers of a rank before they are summed, if they can be counts."""
     if not 0 < tensor.numel() <= _SMALL or tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_complex():
         return None
     is_count = bool((tensor >= 0).all()) and bool((tensor > 0).any())

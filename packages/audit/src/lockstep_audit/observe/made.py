@@ -14,28 +14,28 @@ from lockstep_audit.observe.objects import Registry
 has_wrapped = False
 """Whether a model was wrapped."""
 modules: Registry[tuple[list[list[str | int]], bool]] = Registry()
-"""Where each module was made or copied, the innermost line first, and whether that was before any wrapping."""
+"""Where each module was made or copied, the innermost line first, and whether any wrapping came before."""
 _LINES = 3
-_EPOCH = "on_train_epoch_start"  # of BaseFinetuning, which calls what a subclass defines
+_EPOCH = "on_train_epoch_start"  # BaseFinetuning's method; it calls what a subclass defines
 freed_at: dict[int, list[str | int] | None] = {}
-"""Where the script unfroze a parameter by a call, by the parameter's id."""
+"""Where a call of the script unfroze a parameter, by the parameter's id."""
 _callbacks: Registry[list[str | int] | None] = Registry()
-"""Where the script made callbacks of Lightning that unfreeze."""
+"""Where the script made Lightning callbacks that unfreeze."""
 
 
 def made(module: Any, *_: Any, **__: Any) -> None:
-    """Module.__init__, and Module.__setstate__ of a copy. Constructors of the module itself are passed over."""
+    """Module.__init__, and Module.__setstate__ of a copy. Skips the constructors of the module itself."""
     own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and owner_of(frame) is module, _LINES)
     modules.put(module, (own, not has_wrapped))
 
 
 def owner_of(frame: Any) -> Any:
-    """The first argument of a function: of a method, its object."""
+    """The first argument of a function: for a method, its object."""
     return next(iter(places.arguments(frame)), None)
 
 
 def made_from(parameters: Iterable[torch.Tensor]) -> list[list[str | int]] | None:
-    """Where the largest module was made that has only such parameters, or else one that has one of them."""
+    """Where the largest module with only such parameters was made, or one that has any of them."""
     wanted = {id(parameter) for parameter in parameters}
     known = [({id(parameter) for parameter in module.parameters()}, at) for module, (at, _) in modules.items()]
     found = [(len(ids) if ids <= wanted else 0, at) for ids, at in known if ids & wanted]
@@ -43,7 +43,7 @@ def made_from(parameters: Iterable[torch.Tensor]) -> list[list[str | int]] | Non
 
 
 def holds(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """True if one module has parameters of both."""
+    """True if one module has parameters in both."""
     both = {id(parameter) for parameter in some}, {id(parameter) for parameter in others}
     own = ({id(parameter) for parameter in module.parameters()} for module, _ in modules.items() if all(both))
     return any(ids & both[0] and ids & both[1] for ids in own)
@@ -63,7 +63,7 @@ def callback_made(callback: Any, *_: Any, **__: Any) -> None:
 
 
 def freed_by_framework(things: Any, *_: Any, **__: Any) -> None:
-    """BaseFinetuning.make_trainable and LightningModule.unfreeze: by a line of the script, or by a whole callback."""
+    """BaseFinetuning.make_trainable and LightningModule.unfreeze: called by a line of the script or by a callback."""
     frame, at = sys._getframe(3), None
     while frame.f_back is not None and at is None and places.kind_of(frame.f_code)[0] is not places.USER:
         at = _callbacks.get(owner_of(frame)) if frame.f_code.co_name == _EPOCH else None

@@ -1,4 +1,4 @@
-"""Observes means that an evaluation computes, and whole numbers that are divided: a mean of means may be no mean."""
+"""Observes means that an evaluation computes and integers that are divided: a mean of means may not be the mean."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LOSSES = (
 _MOST = 512
 _CLOSE, _FAR = 1e-5, 1e-4
 _means: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
-"""Since the last backward pass, by line: each mean, and of how many numbers it is the mean."""
+"""Since the last backward pass, by line: each mean, and over how many numbers it was taken."""
 _weighted: set[str] = set()
 summed: Registry[list[str | int] | None] = Registry()
-"""Whole numbers that were summed over ranks, and where."""
+"""Integers that were summed over ranks, and where."""
 
 
 def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
-    """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
+    """A loss of torch.nn.functional outside training. In training: the class weights, and where the loss is."""
     global _last_loss, _last_labels
     recorder.guard("gathered rows", lined.compared, input, target)
     if torch.is_grad_enabled():
@@ -46,9 +46,9 @@ def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After
 def _counted(
     target: Any, ignore_index: int = -100, reduction: str = "mean", weight: Any = None, **_: Any
 ) -> dict[str, float]:
-    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: no mean.
+    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: not a mean.
 
-    With weights of classes, the mean is divided by `weights`, those of the labels.
+    With class weights, the mean is divided by `weights`, those of the labels.
     """
     if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
         return {"summed": 1} if reduction == "sum" else {}
@@ -63,7 +63,7 @@ def _counted(
 
 
 def _note_weights(weight: Any, target: Any) -> None:
-    """Note the weights of classes once for each line. Weights of single samples differ by rank rightly."""
+    """Record class weights once for each line. Weights of single samples may differ by rank."""
     at = places.here() if isinstance(weight, torch.Tensor) and weight.ndim == 1 else None
     if at is not None and str(at) not in _weighted and isinstance(target, torch.Tensor):
         _weighted.add(str(at))
@@ -72,7 +72,7 @@ def _note_weights(weight: Any, target: Any) -> None:
 
 
 def mean(tensor: Any, *arguments: Any, **named: Any) -> After:
-    """Tensor.mean of all elements, outside of training."""
+    """Tensor.mean of all elements, outside training."""
     if torch.is_grad_enabled() or arguments or named or tensor.device.type != "cpu":
         return None
     count = tensor.numel()
@@ -91,7 +91,7 @@ _last_labels: dict[str, float] = {}
 
 
 def last_labels() -> dict[str, float]:
-    """Of how many labels the last loss in training is the mean, as `_counted` tells. Empty: it is no such mean."""
+    """The number of labels that the last loss in training averages, as in `_counted`. Empty: it is not such a mean."""
     return _last_labels
 
 
@@ -115,7 +115,7 @@ def arranged(*_: Any, **__: Any) -> After:
 
 
 def _note_labels(output: Any, target: Any, at: list[str | int] | None) -> None:
-    """Labels 0, 1, 2, ... of the rows of a rank, where the columns are those of all ranks: once for each line."""
+    """Labels 0, 1, 2, ... of the rows of a rank, if the columns are those of all ranks: once for each line."""
     if not isinstance(target, torch.Tensor) or target.ndim != 1 or len(target) < 2 or output.ndim != 2:
         return
     rows, columns = output.shape
@@ -130,7 +130,7 @@ def _note_labels(output: Any, target: Any, at: list[str | int] | None) -> None:
 
 
 def forget() -> None:
-    """Training goes on."""
+    """Training continues."""
     _means.clear()
     _ratios.clear()
     _divisions.clear()
@@ -150,13 +150,13 @@ def divided_at(by: float | None) -> list[str | int] | None:
 
 
 def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
-    """Tensor / Tensor, of two numbers, outside of training. In training: where the script divides a loss."""
+    """Tensor / Tensor of two numbers, outside training. In training: where the script divides a loss."""
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.ndim:
         is_number = isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.numel() == 1)
         if is_number and recorder.is_sampled(recorder.counts.optimizer_steps) and places.is_by_user(sys._getframe(3)):
             _divisions.append((other, places.here()))
     if torch.is_grad_enabled() or type(tensor) is not torch.Tensor or type(other) is not torch.Tensor:
-        return None  # fake tensors have no numbers
+        return None  # fake tensors have no values
     if tensor.ndim or other.ndim or other.device.type != "cpu" or len(_ratios) >= _MOST:
         return None
     by = float(other)
@@ -164,7 +164,7 @@ def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
 
 
 _curved: deque[tuple[Any, str]] = deque(maxlen=64)
-"""Results of roots and exponentials of single numbers, outside of training."""
+"""Results of roots and exponentials of single numbers, outside training."""
 
 
 def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
@@ -177,7 +177,7 @@ def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
 
 
 def about(tensor: torch.Tensor) -> dict[str, Any]:
-    """The value of one number that ranks exchange. If it is the mean of means: of how many, and of how many numbers."""
+    """The value of one number that ranks exchange. For a mean of means: how many means, and over how many numbers."""
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
         return {}
     value = float(tensor)
@@ -200,7 +200,7 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def floor_divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
-    """Tensor // number, of a sum over ranks."""
+    """Tensor // number, for a sum over ranks."""
     if isinstance(tensor, torch.Tensor) and isinstance(other, int) and summed.get(tensor) and other > 1:
         is_mean = other == torch.distributed.get_world_size()
         rest = bool((tensor % other).any())

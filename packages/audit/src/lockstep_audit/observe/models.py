@@ -1,4 +1,4 @@
-"""Observes models that are wrapped for several ranks, and knows whose the parameters are."""
+"""Observes models that are wrapped for several ranks, and which model each parameter belongs to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep_audit.observe.recorder import After, recorder
 
 _NAMES = 50
 _MODAL = ("Dropout", "BatchNorm", "InstanceNorm", "DropPath")
-"""Names of modules that compute something else in evaluation mode."""
+"""Names of modules that behave differently in evaluation mode."""
 
 
 @dataclasses.dataclass
@@ -37,22 +37,22 @@ class Model:
     """Of the mesh that fully_shard was given."""
     is_told: bool = False
     active: int = 0
-    """Forward passes through the wrapper that run just now."""
+    """Forward passes through the wrapper that are running now."""
     pending: int = 0
     """Training forward passes through the wrapper since the last backward."""
     synced: bool | None = None
     """Whether gradients are exchanged in the backward of the last training forward pass. None: not DDP."""
     unsynced_at: tuple[list[str | int] | None, bool] | None = None
-    """Where no_sync() was called last, and whether the script itself called it."""
+    """Where no_sync() was last called, and whether the script itself called it."""
     bypassed: int = 0
     past_at: list[str | int] | None = None
-    """Where its parameters were first used outside of the wrapper's forward pass, since the last backward."""
+    """Where its parameters were first used outside the wrapper's forward pass, since the last backward."""
     evaluation_at: list[str | int] | None = None
-    """Where eval() was called last."""
+    """Where eval() was last called."""
     evaluating: bool = False
     """Whether the last forward pass with gradients was in evaluation mode."""
     inputs: set[int] = dataclasses.field(default_factory=set)
-    """Steps whose first inputs were noted."""
+    """Steps whose first inputs were recorded."""
     evaluation: evaluations.Evaluation = dataclasses.field(default_factory=evaluations.Evaluation)
 
 
@@ -60,7 +60,7 @@ _models: Registry[Model] = Registry()
 _inner: Registry[Model] = Registry()
 _owners: Registry[tuple[Model, str]] = Registry()
 at_wrapping: set[int] = set()
-"""Ids of the parameters that wrapped models had when they were wrapped. A weak reference would forbid swaps."""
+"""Ids of the parameters of wrapped models at the wrapping. A weak reference would forbid swaps."""
 _count = 0
 
 
@@ -132,7 +132,7 @@ def tell(model: Model) -> None:
 
 
 def refresh(model: Model) -> None:
-    """Remember whose the parameters are. FSDP exchanges them."""
+    """Remember which model the parameters belong to. FSDP replaces them."""
     for name, parameter in parameters_of(model):
         _owners.put(parameter, (model, name))
 
@@ -143,12 +143,12 @@ def parameters_of(model: Model) -> Iterator[tuple[str, Any]]:
 
 
 def told() -> list[Model]:
-    """The models of which an event was written, and which live."""
+    """The live models that have an event."""
     return [model for _, model in _models.items() if model.is_told]
 
 
 def are_all(how: str) -> bool:
-    """True if models were wrapped, and all that live in this way."""
+    """True if models were wrapped, and all live ones in this way."""
     return bool(told()) and all(model.how == how for _, model in _models.items())
 
 
@@ -158,17 +158,17 @@ def of(module: Any) -> Model | None:
 
 
 def inside(module: Any) -> Model | None:
-    """The model that has a module inside of its wrapper."""
+    """The model whose wrapper contains a module."""
     return _inner.get(module)
 
 
 def owner(parameter: torch.Tensor) -> tuple[Model, str] | None:
-    """The model that has a parameter, and the parameter's name there."""
+    """The model of a parameter, and the parameter's name there."""
     return _owners.get(parameter)
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """True of a parameter of FSDP."""
+    """True for a parameter of FSDP."""
     found = _owners.get(parameter)
     return found is not None and found[0].how.startswith("fsdp")
 
@@ -183,7 +183,7 @@ def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
 
 
 def missing(known: set[int]) -> dict[int, list[str]]:
-    """By model, names of trainable parameters whose ids are not known."""
+    """By model, names of trainable parameters whose ids are unknown."""
     found = {m.number: [n for n, p in parameters_of(m) if p.requires_grad and id(p) not in known] for m in told()}
     return {number: names[:_NAMES] for number, names in found.items()}
 

@@ -1,4 +1,4 @@
-"""Numbers for objects of the script, and what is known of each, for as long as the object lives."""
+"""Numbers for the script's objects, and what is known about each, as long as the object lives."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """What is known of objects, by identity. An object that dies is forgotten."""
+    """What is known about objects, by identity. An object that dies is forgotten."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
         self.puts = 0
-        """So often something was remembered."""
+        """How often something was remembered."""
 
     def get(self, thing: Any) -> T | None:
-        """What is known of an object. None: nothing."""
+        """What is known about an object. None: nothing."""
         found = self._known.get(id(thing))
         return found[1] if found is not None and found[0]() is thing else None
 
     def put(self, thing: Any, known: T) -> T:
-        """Remember something of an object."""
+        """Remember something about an object."""
         key = id(thing)
         self.puts += 1
 
@@ -35,12 +35,12 @@ class Registry(Generic[T]):
         return known
 
     def get_or_put(self, thing: Any, make: Callable[[], T]) -> T:
-        """What is known of an object, made at the first time."""
+        """What is known about an object, created at the first call."""
         found = self.get(thing)
         return self.put(thing, make()) if found is None else found
 
     def items(self) -> Iterator[tuple[Any, T]]:
-        """The living objects, and what is known of each."""
+        """The live objects, and what is known about each."""
         for reference, known in list(self._known.values()):
             thing = reference()
             if thing is not None:
@@ -48,7 +48,7 @@ class Registry(Generic[T]):
 
 
 class Numbers:
-    """Numbers objects in the order of their appearance."""
+    """Numbers objects in order of appearance."""
 
     def __init__(self) -> None:
         self._known: Registry[int] = Registry()

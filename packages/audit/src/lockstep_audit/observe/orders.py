@@ -1,4 +1,4 @@
-"""Observes orders of samples that the script chose: samplers that a framework may replace, states of generators."""
+"""Observes sample orders that the script chose: samplers that a framework may replace, and states of generators."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lockstep_audit.observe.recorder import recorder
 _DRAWS = ("shuffle", "perm", "choice", "multinomial", "rand", "rng", "generator")
 _RANDOM = ("RandomSampler", "SeedableRandomSampler")
 _chosen: Registry[dict[str, Any]] = Registry()
-"""By data set: the sampler of the script's own loader over it."""
+"""By data set: the sampler of the script's loader over it."""
 
 
 def chosen(dataset: Any, samplers: Sequence[Any], given: Any, made_at: Callable[[Any], Any]) -> None:
-    """A loader of the script: remember a sampler that has an order of its own, and where the script made it."""
+    """A loader of the script: remember a sampler with its own order, and where the script made it."""
     inner = samplers[-1] if samplers else None
     is_own = inner is not None and (inner is given or not type(inner).__module__.startswith("torch."))
     is_own = is_own and not hasattr(inner, "num_replicas") and _has_order(type(inner))
     kind = type(inner).__name__ if is_own else None
     known = _chosen.get(dataset)
     if known is not None and known["kind"] != kind:
-        kind = None  # two loaders over one data set: nobody knows which of them a framework has taken
+        kind = None  # two loaders over one data set: unknown which one a framework took
     _chosen.put(dataset, {"kind": kind, "at": made_at(inner) if kind else None})
 
 
 def lost(dataset: Any, samplers: Sequence[Any]) -> dict[str, Any] | None:
-    """The script's sampler of a data set, where the samplers of a loader give its indices in a random order."""
+    """The script's sampler of a data set, if the samplers of a loader yield its indices in random order."""
     known = _chosen.get(dataset)
     kinds = [type(each).__name__ for each in samplers]
     is_shuffled = any(hasattr(each, "num_replicas") and getattr(each, "shuffle", None) is True for each in samplers)
@@ -44,7 +44,7 @@ def lost(dataset: Any, samplers: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _has_order(kind: type) -> bool:
-    """True if the text of a sampler draws no numbers where it gives indices, or sorts them: nothing is drawn here."""
+    """True if a sampler's source draws no numbers where it yields indices, or sorts them. Nothing is drawn here."""
     own = {name: each.__code__ for name, each in vars(kind).items() if hasattr(each, "__code__")}
     words = _words(code) if (code := getattr(getattr(kind, "__iter__", None), "__code__", None)) else set(_DRAWS)
     words |= {word for name in words & set(own) for word in _words(own[name])}
@@ -61,7 +61,7 @@ def _words(code: CodeType) -> set[str]:
 
 
 def generators(*owners: Any) -> str | None:
-    """A digest of the states of the generators that objects hold, which draw nothing here. None: there are none."""
+    """A digest of the generator states that objects hold; nothing is drawn. None: they hold no generators."""
     held = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
     states: list[Any] = [each.get_state().tolist() for each in held if isinstance(each, torch.Generator)]
     states += [each.getstate() for each in held if isinstance(each, random.Random)]

@@ -17,19 +17,19 @@ from lockstep_audit.observe.recorder import After, recorder
 _SCALING = ("MulBackward0", "DivBackward0")
 _MOST = 256
 _DRAWN = 8
-"""Random numbers are compared in so many first steps, of tensors with at least so many elements."""
+"""Random numbers are compared in this many first steps, for tensors with at least this many elements."""
 
 _NUMBERS = 512
 
 
 @dataclasses.dataclass
 class State:
-    """Where the lists of passes and clips stand."""
+    """The current ends of the lists of passes and clips."""
 
     first: int = 0
     """The number of the first backward pass in the list."""
     last_seen: int = 0
-    """So many backward passes had been when an optimizer stepped last."""
+    """The number of backward passes when an optimizer last stepped."""
     clips_called: int = 0
 
 
@@ -37,7 +37,7 @@ state = State()
 backwards: list[dict[str, Any]] = []
 clips: list[tuple[int, dict[str, Any]]] = []
 at_sampled: list[Callable[[], None]] = []
-"""Called before a backward pass that is looked at closely."""
+"""Called before a backward pass that is examined."""
 _depth = 0
 
 
@@ -46,9 +46,9 @@ def _next_is_sampled() -> bool:
 
 
 def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> After:
-    """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
+    """torch.autograd.backward, which Tensor.backward calls. Nested backward passes belong to checkpointing."""
     global _depth
-    recorder.is_stepping = False  # a step before may have raised an error
+    recorder.is_stepping = False  # an earlier step may have raised an error
     _depth += 1
     if _depth > 1:
         return _leave
@@ -95,7 +95,7 @@ def _leave(result: Any, error: BaseException | None) -> None:
 
 
 def _note_numbers(frame: Any) -> None:
-    """Whole numbers that a script without a DataLoader holds when training begins, if most of them come repeatedly."""
+    """Integers that a script without a DataLoader holds when training begins, if most of them repeat."""
     whole = {n: t for n, t in places.variables(frame).items() if isinstance(t, torch.Tensor) and t.dtype == torch.int64}
     held = {name: each.flatten()[:_NUMBERS].tolist() for name, each in list(whole.items())[:_DRAWN] if each.is_cpu}
     held = {name: each for name, each in held.items() if len(each) >= 2 * len(set(each))}
@@ -104,7 +104,7 @@ def _note_numbers(frame: Any) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _knows_ranks(code: Any) -> bool:
-    """True if a function has the number of ranks by some name."""
+    """True if a function holds the number of ranks under some name."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return any(word in name.lower() for name in names for word in ("world", "num_processes", "nranks", "n_ranks"))
 
@@ -122,27 +122,27 @@ def _loss(tensors: Any) -> dict[str, Any]:
         divisor *= _divisor(function)
         is_scaling, made = is_scaling and names[-1] in _SCALING, function
         function = torch_state.below(function)
-        is_scaling = is_scaling and not type(function).__name__.startswith("Sum")  # a sum and its number are a mean
+        is_scaling = is_scaling and not type(function).__name__.startswith("Sum")  # a sum over its count is a mean
         factor *= _factor(made) if is_scaling else 1.0
     value = float(digests.local(root.detach())) if _is_whole(root) else None
     return {"loss": value, "ops": names, "divisor": divisor, "factor": factor}
 
 
 def _factor(function: Any) -> float:
-    """What a multiplication or a division of a loss multiplies the loss with."""
+    """The factor by which a multiplication or a division scales a loss."""
     other = getattr(function, "_saved_other", None)
     number = _number(getattr(function, "_saved_self", None) if other is None else other)
     return number if type(function).__name__ == _SCALING[0] else 1 / number if number else 1.0
 
 
 def _number(tensor: Any) -> float:
-    """The one number of a tensor that this rank holds, else 1."""
+    """The single number of a tensor that this rank holds, else 1."""
     is_number = isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and _is_whole(tensor)
     return float(digests.local(tensor)) if is_number else 1.0
 
 
 def _divisor(function: Any) -> float:
-    """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
+    """The number that an autograd function divides by: in a division, or a multiplication by less than 1."""
     other = getattr(function, "_saved_other", None)
     name, number = type(function).__name__, _number(other)
     if name == "MulBackward0":
@@ -151,7 +151,7 @@ def _divisor(function: Any) -> float:
 
 
 def drawn(*_: Any, **__: Any) -> After:
-    """torch.randn and the like by the script, once training has begun."""
+    """torch.randn and the like by the script, after training has begun."""
     frame = sys._getframe(3)
     if not recorder.counts.optimizer_steps or recorder.counts.optimizer_steps > _DRAWN or not places.is_by_user(frame):
         return None
@@ -166,7 +166,7 @@ def drawn(*_: Any, **__: Any) -> After:
 
 
 def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
-    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
+    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is consumed."""
     state.clips_called += 1
     limit = named.get("max_norm", named.get("clip_value", limit))
     told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}

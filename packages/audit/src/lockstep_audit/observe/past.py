@@ -1,4 +1,4 @@
-"""Observes parameters that a script reads from modules, where it trains a model past its wrapper."""
+"""Observes parameters that a script reads from modules while it trains a model past its wrapper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep_audit.observe.recorder import recorder
 
 
 def outside(module: Any) -> list[str | int] | None:
-    """The innermost line of the user outside of the methods of a module and of its parts."""
+    """The innermost line of the user outside the methods of a module and of its submodules."""
     parts = {id(part) for part in module.modules()}
 
     def is_inside(frame: Any) -> bool:
@@ -23,10 +23,10 @@ def outside(module: Any) -> list[str | int] | None:
 
 
 class Reads:
-    """In place of Module.__getattr__ for a few steps, and only once, because this costs time at each attribute.
+    """Replaces Module.__getattr__ for a few steps, and only once, because it slows down each attribute access.
 
     Args:
-        used: gets each parameter that is read while gradients are on.
+        used: receives each parameter that is read while gradients are on.
     """
 
     def __init__(self, used: Callable[[Any], None]) -> None:
@@ -34,11 +34,11 @@ class Reads:
         self._original: Any = None
 
     def begin(self, steps: int) -> None:
-        """Look during the steps that follow, unless that was done before."""
+        """Watch the steps that follow, unless that was done before."""
         self._until = self._until or recorder.counts.optimizer_steps + 1 + steps
 
     def set(self, is_wanted: bool) -> None:
-        """Look, or look no more."""
+        """Start or stop watching."""
         kind: Any = torch.nn.Module
         is_on = is_wanted and recorder.counts.optimizer_steps < self._until and not recorder.is_compiled
         if is_on and self._original is None:

@@ -1,4 +1,4 @@
-"""Lines of the user's script: which file belongs to the user, and where the script is just now."""
+"""Lines of the user's script: which files belong to the user, and where the script currently is."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _kinds: dict[str, tuple[str, str]] = {}
 
 
 def declare_user(path: str) -> None:
-    """Say that a file is the user's, wherever the file lies: the script."""
+    """Register a file as the user's, wherever it is: the script."""
     _kinds[path] = (USER, os.path.abspath(path))
 
 
 def _classify(name: str) -> tuple[str, str]:
-    """What kind of file a code object's file is, and its absolute path."""
+    """The kind of a code object's file, and its absolute path."""
     path = os.path.join(_START, name)
     if name.startswith("<") and (name.endswith(">") or name.startswith("<frozen ")):
         return OTHER, name
@@ -46,13 +46,13 @@ def kind_of(code: CodeType) -> tuple[str, str]:
 
 
 def file_of(kind: type) -> str | None:
-    """The file of the user that defines a class."""
+    """The user's file that defines a class."""
     name = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return _classify(name)[1] if name and _classify(name)[0] is USER else None
 
 
 def is_of_user(function: Any) -> bool:
-    """True of a function, or a callable object, that the user's code defines."""
+    """True for a function, or a callable object, that the user's code defines."""
     code = getattr(function, "__code__", None)
     return kind_of(code)[0] is USER if code else file_of(type(function)) is not None
 
@@ -72,7 +72,7 @@ def here(frame: FrameType | None = None) -> list[str | int] | None:
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a function that runs, or of a file. What was read is not kept alive."""
+    """The variables of a running function, or of a file. They are not kept alive."""
     if not frame.f_code.co_flags & _OWN_NAMESPACE:
         return dict(frame.f_globals)
     space = frame.f_locals
@@ -83,14 +83,14 @@ def variables(frame: FrameType) -> dict[str, Any]:
 
 
 def arguments(frame: FrameType) -> list[Any]:
-    """The arguments of a function that runs, the first first."""
+    """The arguments of a running function, in order."""
     code = frame.f_code
     found = variables(frame) if code.co_flags & _OWN_NAMESPACE else {}
     return [found.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if found]
 
 
 def outside(is_inside: Callable[[FrameType], bool], count: int = 1) -> list[list[str | int]]:
-    """Places of the innermost frames of the user that are not inside something; of the innermost, if all are."""
+    """Places of the user's innermost frames that are not inside something; of the innermost, if all are."""
     first = frame = user_frame()
     while frame is not None and is_inside(frame):
         frame = user_frame(frame.f_back) if frame.f_back is not None else None
@@ -119,7 +119,7 @@ def is_direct(frame: FrameType | None) -> bool:
 
 
 def is_shown(path: str) -> bool:
-    """True of a file that stacks tell of."""
+    """True for a file that stacks include."""
     return not path.startswith("<frozen") and library_of(path) != LOCKSTEP
 
 

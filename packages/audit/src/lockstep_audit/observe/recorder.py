@@ -1,4 +1,4 @@
-"""The events of this process: which rank it is, which events wait until that is known, and observers that fail."""
+"""The events of this process: its rank, events that wait until the rank is known, and observers that fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep_audit.observe import places
 LAUNCHER = "LOCKSTEP_AUDIT_LAUNCHER"
 """Environment variable of an observed process and its children: the run id and the port of the launcher's store."""
 After = Callable[[Any, BaseException | None], None] | None
-"""What an observer gives: called with the result, or the error, of what was observed."""
+"""What an observer returns: called with the result, or the error, of the observed function."""
 _FIRST = 4
 _WAITING = 5000
 _STACK = 60
@@ -28,7 +28,7 @@ _STACK = 60
 
 @dataclass
 class Counts:
-    """What this process did so far."""
+    """What this process has done so far."""
 
     backwards: int = 0
     optimizer_steps: int = 0
@@ -48,8 +48,8 @@ class _Thread(threading.local):
 class Recorder:
     """Writes the events of this process.
 
-    A rank is known from `RANK`, or when the process group is made. Before, events wait in memory. A process that is
-    no rank, such as a worker of a DataLoader, writes nothing.
+    The rank comes from `RANK`, or from the process group when it is made. Until then, events wait in memory. A process
+    without a rank, such as a DataLoader worker, writes nothing.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Recorder:
         self.is_compiled = False
         self.has_loader = False
         self.is_stepping = False
-        """Whether an optimizer steps, and no code of the script runs inside."""
+        """Whether an optimizer is stepping, and no code of the script runs inside the step."""
         self.thread = _Thread()
         """`is_observing`: an observer runs in this thread, so what torch does there is not the script's."""
         self.counts = Counts()
@@ -111,7 +111,7 @@ class Recorder:
             self.guard("open", function)
 
     def _forget_rank(self) -> None:
-        """A forked child is no rank before it makes a process group."""
+        """A forked child has no rank until it makes a process group."""
         self._lock = threading.RLock()
         if self.rank is not None:
             forget_signals()
@@ -122,13 +122,13 @@ class Recorder:
         """Write an event.
 
         Args:
-            limit: how many events of this kind, and of this line of the script, are written. More are counted.
+            limit: the most events of this kind and script line that are written. More are only counted.
         """
         self.moved = time.monotonic()
         self.emit_still(kind, limit, **keys)
 
     def emit_still(self, kind: str, limit: int | None = None, **keys: Any) -> None:
-        """Write an event which is no progress of the script."""
+        """Write an event that does not count as progress of the script."""
         if self.folder is None:
             return
         if limit is not None:
@@ -145,15 +145,15 @@ class Recorder:
                 self._writer.write(kind, **keys)
 
     def progress(self) -> None:
-        """Note that the script moves."""
+        """Record that the script makes progress."""
         self.moved = time.monotonic()
 
     def is_sampled(self, number: int) -> bool:
-        """True of the steps and batches that are looked at closely: the first 4, and every `every`th."""
+        """True for the steps and batches that are examined: the first 4, and every `every`th."""
         return number < _FIRST or number % self.every == 0
 
     def guard(self, name: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        """Call an observer. One that fails is noted and switched off; the script goes on."""
+        """Call an observer. If it fails, that is recorded and it is switched off; the script continues."""
         if name in self._off or self.folder is None:
             return None
         outer, self.thread.is_observing = self.thread.is_observing, True
@@ -166,7 +166,7 @@ class Recorder:
             self.thread.is_observing = outer
 
     def switch_off(self, name: str, error: BaseException) -> None:
-        """Note that an observer failed, and call it no more."""
+        """Record that an observer failed, and do not call it again."""
         self._off.add(name)
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
@@ -196,7 +196,7 @@ class Recorder:
 
 
 def is_child() -> bool:
-    """True of a process of `multiprocessing`. While such a process starts, only its command line tells."""
+    """True for a process of `multiprocessing`. While such a process starts, only its command line shows it."""
     return multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.orig_argv
 
 

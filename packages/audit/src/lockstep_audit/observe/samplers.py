@@ -1,4 +1,4 @@
-"""Observes samplers: which a loader draws from, how they share samples among ranks, and where they were made."""
+"""Observes samplers: which one a loader draws from, how samples are dealt to ranks, and where they were made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def within(loader: Any) -> list[Any]:
 
 
 def described(loader: Any, samplers: list[Any]) -> dict[str, Any]:
-    """What the samplers of a loader are, and how they share samples among ranks: keys of the event `loader`."""
+    """What the samplers of a loader are, and how they deal samples to ranks: keys of the event `loader`."""
     inner = samplers[-1] if samplers else None
     shares = [told for told in map(_distribution, samplers) if told]
     distributed = shares[0] if shares else None
@@ -49,7 +49,7 @@ def described(loader: Any, samplers: list[Any]) -> dict[str, Any]:
 
 
 def _distribution(sampler: Any) -> dict[str, Any] | None:
-    """How a sampler shares samples among ranks: torch's DistributedSampler and those like it, Accelerate's shards."""
+    """How a sampler deals samples to ranks: torch's DistributedSampler and those like it, Accelerate's shards."""
     names = {"replicas": "num_replicas", "rank": "rank", "shuffle": "shuffle", "epoch": "epoch", "seed": "seed"}
     names |= {"drop_last": "drop_last", "total_size": "total_size"}
     if not hasattr(sampler, "num_replicas"):
@@ -73,7 +73,7 @@ def _sampler_in(thing: Any) -> Any:
 
 
 def watch_made(name: str, module: Any) -> None:
-    """Note where the script makes objects of a class: samplers, data sets."""
+    """Record where the script makes objects of a class: samplers, data sets."""
     base = getattr(module, name)
 
     def made(kind: Any, *arguments: Any, **named: Any) -> Any:
@@ -92,7 +92,7 @@ def made_at(sampler: Any) -> list[str | int] | None:
 
 
 def length_of(thing: Any) -> int | None:
-    """The length of a loader, a data set or an array. None: it has none."""
+    """The length of a loader, a data set or an array. None: it has no length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):

@@ -23,7 +23,7 @@ _SIDE_EFFECTS = ("print", "append", "write", "random", "rand", "randn", "uniform
 
 @dataclasses.dataclass
 class Scheduler:
-    """What is known of a scheduler."""
+    """What is known about a scheduler."""
 
     number: int
     name: str
@@ -31,7 +31,7 @@ class Scheduler:
     horizon: int | None = None
     """For how many of its steps the schedule was made."""
     lengths: list[int] = dataclasses.field(default_factory=list)
-    """Of a function of the script: numbers in it that may be its length."""
+    """For a function of the script: numbers in it that may be its length."""
     total: int = 0
     """Its steps."""
     calls: int = 0
@@ -39,7 +39,7 @@ class Scheduler:
     before: int | None = None
     at: list[str | int] | None = None
     is_outer: bool = False
-    """Whether the script or a framework steps it, and not another scheduler."""
+    """Whether the script or a framework steps it, instead of another scheduler."""
     optimizer_steps: int = 0
     """Steps of its optimizer."""
 
@@ -50,12 +50,12 @@ _depth = 0
 
 
 def begins(scheduler: Any, *_: Any, **__: Any) -> After:
-    """A scheduler's first step, in its constructor, which is not the script's."""
+    """A scheduler's first step, in its constructor, which the script did not make."""
     global _depth
     _depth += 1
     known = _know(scheduler)
     recorder.guard("lengths of schedules", _measure, scheduler, known)
-    # A function that was given the number of steps has not computed it: its caller has.
+    # A function that receives the number of steps did not compute it: its caller did.
     told = {known.horizon} if known.horizon else {*known.lengths}
     at = places.outside(lambda frame: not told.isdisjoint(_numbers(frame)))
     known.made_at = at[0] if at else None
@@ -80,7 +80,7 @@ def _leave(result: Any, error: BaseException | None) -> None:
 
 
 def _measure(scheduler: Any, known: Scheduler) -> None:
-    """The length of a schedule; of a function of the script, what may be it, and where the factor is zero for good."""
+    """The length of a schedule. For a function of the script: candidates, and where the factor stays at zero."""
     known.horizon, known.lengths = _horizon(scheduler), _lengths(scheduler)
     for number in known.lengths if not known.horizon else ():
         factors = [_factor(scheduler.lr_lambdas[0], n) for n in (number, 4 * number // 3, 2 * number)]
@@ -90,7 +90,7 @@ def _measure(scheduler: Any, known: Scheduler) -> None:
 
 
 def _horizon(scheduler: Any) -> int | None:
-    """Also of the functions of transformers, which are partial functions with the number of steps."""
+    """Also for the functions of transformers, which are partial functions with the number of steps."""
     function = next(iter(getattr(scheduler, "lr_lambdas", ())), None)
     keywords = getattr(function, "keywords", {})
     found = [getattr(scheduler, name, None) for name in _HORIZONS] + [keywords.get("num_training_steps")]
@@ -98,9 +98,9 @@ def _horizon(scheduler: Any) -> int | None:
 
 
 def _lengths(scheduler: Any) -> list[int]:
-    """The numbers in a function of the script at which the factor of the learning rate ends to fall.
+    """The numbers in a function of the script at which the learning-rate factor stops falling.
 
-    A function that may change something is not called to see what its numbers do.
+    A function that may have side effects is not called.
     """
     function = next(iter(getattr(scheduler, "lr_lambdas", ())), None)
     found = list(_within(function)) if function is not None else []
@@ -111,7 +111,7 @@ def _lengths(scheduler: Any) -> list[int]:
 
 
 def _within(thing: Any, depth: int = 4) -> Iterator[Any]:
-    """The numbers that a function knows, by its closure, defaults, globals, attributes and partials, and its code."""
+    """The numbers that a function can use: from its closure, defaults, globals, attributes, partials and code."""
     if isinstance(thing, functools.partial):
         values = [thing.func, *thing.args, *thing.keywords.values()]
     else:
@@ -134,13 +134,13 @@ def _within(thing: Any, depth: int = 4) -> Iterator[Any]:
 
 
 def _may_change(code: CodeType) -> bool:
-    """True if the code of a function sets what lives on after it, draws, or prints."""
+    """True if the code of a function has side effects, draws random numbers, or prints."""
     sets = any(each.opname in _CHANGES for each in dis.get_instructions(code))
     return sets or any(name in _SIDE_EFFECTS for name in code.co_names)
 
 
 def _ends_at(function: Any, number: int) -> bool:
-    """True if a factor falls up to a step, and from there on stays, rises again, or is no longer defined."""
+    """True if a factor falls until a step, and then stays, rises again, or is no longer defined."""
     half, end, later = (_factor(function, step) for step in (number // 2, number, 2 * number))
     if half is None or end is None or end >= half:
         return False
@@ -148,7 +148,7 @@ def _ends_at(function: Any, number: int) -> bool:
 
 
 def _factor(function: Any, step: int) -> float | None:
-    """The factor at a step. None: it has none, such as a root of what is below zero."""
+    """The factor at a step. None: it is undefined, such as a root of a negative number."""
     try:
         return float(function(step))
     except Exception:
@@ -156,7 +156,7 @@ def _factor(function: Any, step: int) -> float | None:
 
 
 def steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
-    """The step of any scheduler. A scheduler may step others within its step."""
+    """The step of any scheduler. A scheduler may step others within its own step."""
     global _depth
     _depth += 1
     known = _know(scheduler)
@@ -186,7 +186,7 @@ def _tell(scheduler: Any, known: Scheduler, metric: float | None = None) -> None
 
 
 def after_step(optimizer: Any) -> None:
-    """After an optimizer's step: how often schedulers stepped since the step before."""
+    """After an optimizer's step: how often schedulers stepped since the previous one."""
     for scheduler, known in _schedulers.items():
         if known.calls != (known.before or 0):
             _tell(scheduler, known)

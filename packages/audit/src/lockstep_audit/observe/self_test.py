@@ -1,4 +1,4 @@
-"""`python -m lockstep_audit.observe.self_test`: whether each patch works with what is installed."""
+"""`python -m lockstep_audit.observe.self_test`: checks that each patch works with the installed packages."""
 
 import sys
 

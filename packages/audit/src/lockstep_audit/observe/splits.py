@@ -31,7 +31,7 @@ def subset_made(subset: Any, dataset: Any, indices: Any, *_: Any, **__: Any) -> 
 
 
 def selected(dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
-    """Dataset.select of the library datasets, which its shuffle, shard and train_test_split call."""
+    """Dataset.select of the library datasets; its shuffle, shard and train_test_split call it."""
     names = ["select"]
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and places.kind_of(frame.f_code)[0] is places.OTHER:
@@ -47,7 +47,7 @@ def _chosen(by: str, indices: Any) -> None:
 
 
 def arrays_split(*_: Any, random_state: Any = None, shuffle: bool = True, **__: Any) -> After:
-    """sklearn's train_test_split: what decides which samples it draws is the state of its generator."""
+    """sklearn's train_test_split: the state of its generator decides which samples it draws."""
     at, state = places.here(), random_state
     if state is None or hasattr(state, "get_state"):
         _, *state = (sys.modules["numpy"].random if state is None else state).get_state(legacy=True)

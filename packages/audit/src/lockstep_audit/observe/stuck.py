@@ -1,4 +1,4 @@
-"""A thread that notes where this process is when nothing moves."""
+"""A thread that records where this process is when nothing moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _thread: tuple[int, threading.Thread] | None = None
 
 
 def start() -> None:
-    """Start the thread. A forked process needs another."""
+    """Start the thread. A forked process needs its own."""
     global _thread
     if _thread is None or _thread[0] != os.getpid():
         thread = threading.Thread(target=_watch, name="lockstep-audit", daemon=True)
@@ -34,7 +34,7 @@ def _watch() -> None:
         time.sleep(min(recorder.patience / _LOOKS, 5.0))
         if _imports():
             recorder.progress()
-        since, moves = time.monotonic() - recorder.moved, main.has_moved()  # since the look before
+        since, moves = time.monotonic() - recorder.moved, main.has_moved()  # since the previous check
         if since < recorder.patience or recorder.rank is None:
             seen = ""
             continue
@@ -48,7 +48,7 @@ def _watch() -> None:
 
 
 def _imports() -> bool:
-    """True if the main thread imports a module, which may take long."""
+    """True if the main thread is importing a module, which may take long."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and places.kind_of(frame.f_code)[0] is not places.USER:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -73,7 +73,7 @@ def _last() -> list[dict[str, Any]]:
 
 
 def at_exit() -> dict[str, Any]:
-    """The last collectives, where an error ends the script."""
+    """The last collectives before an error ends the script."""
     return {"last": _last() or None} if recorder.error or getattr(sys, "last_value", None) else {}
 
 

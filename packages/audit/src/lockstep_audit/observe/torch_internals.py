@@ -1,4 +1,4 @@
-"""Private functions of torch and of Python that observers ask. A test calls each, and fails where it changes."""
+"""Private functions of torch and of Python that observers call. A test calls each, and fails if one changes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 
 class MainThread:
-    """True if Python's main thread executes Python code, or stays inside one call of a C function.
+    """True if Python's main thread executes Python code; false if it stays inside one call of a C function.
 
     The interpreter is asked to empty a set. Its main thread does this between two instructions of Python code, so it
-    does not do it inside a C function. No Python code runs for this.
+    cannot do it inside a C function. No Python code runs for this.
     """
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class MainThread:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._asked))  # the request may outlive this object
 
     def has_moved(self) -> bool:
-        """True if the main thread has executed Python code since the call before this; true at the first call."""
+        """True if the main thread has executed Python code since the previous call; true at the first call."""
         if self._asked:
             return False
         self._asked.add(1)
         empty = ctypes.cast(ctypes.pythonapi.PySet_Clear, ctypes.c_void_p)
         if ctypes.pythonapi.Py_AddPendingCall(empty, ctypes.c_void_p(id(self._asked))):
-            self._asked.clear()  # too many others ask just now
+            self._asked.clear()  # too many other requests are pending
         return True

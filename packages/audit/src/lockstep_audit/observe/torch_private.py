@@ -1,7 +1,7 @@
-"""What observers put around functions of torch and of frameworks. Each patch has a name, and can be tested.
+"""Patches that put observers around functions of torch and of frameworks. Each has a name, and can be tested.
 
-A function is exchanged for one that calls the observer, the function, and what the observer returned. The observer gets
-the arguments. What it returns gets the result and the error, of which one is None.
+A patch replaces a function. The replacement calls the observer with the arguments, then the function, and then what
+the observer returned, with the result and the error. One of the two is None.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Patch(NamedTuple):
 
     module: str
     name: str
-    """Of the function in the module: `Class.method` or `function`."""
+    """The name in the module: `Class.method` or `function`."""
     observer: Observer
     aliases: tuple[str, ...] = ()
-    """Other modules that have the function by the same name."""
+    """Other modules that have the function under the same name."""
     is_optional: bool = False
-    """Whether versions exist that lack the function."""
+    """Whether some versions lack the function."""
     is_frequent: bool = False
-    """Whether optimizers call the function for each parameter: not observed inside a step."""
+    """Whether optimizers call the function for each parameter: then it is not observed inside a step."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -224,7 +224,7 @@ def around(
 
 
 def apply(patch: Patch) -> None:
-    """Exchange the function of a patch.
+    """Replace the function of a patch.
 
     Raises:
         AttributeError: the module has no such function.
@@ -235,7 +235,7 @@ def apply(patch: Patch) -> None:
         owner = getattr(owner, part)
     original = getattr(owner, last)
     if not callable(original):
-        raise AttributeError(f"{patch} is no function")
+        raise AttributeError(f"{patch} is not a function")
     observed = around(str(patch), original, patch.observer, patch.is_frequent)
     is_static = isinstance(inspect.getattr_static(owner, last), staticmethod)
     setattr(owner, last, staticmethod(observed) if is_static else observed)
@@ -254,7 +254,7 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 
 
 def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
-    """Install all observers: at once, or once the module of each is imported."""
+    """Install all observers: immediately, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
     calls.on_called.append(frozen.note)
@@ -283,7 +283,7 @@ def _start() -> dict[str, Any]:
 
 
 def failing() -> dict[str, str]:
-    """By name, why a patch does not work with what is installed. A framework that is not installed is left out."""
+    """By name, why a patch does not work with what is installed. Frameworks that are not installed are left out."""
     failed = {}
     for patch in _patches():
         package = patch.module.partition(".")[0]
@@ -296,7 +296,7 @@ def failing() -> dict[str, str]:
                 owner = getattr(owner, part)
             for alias in patch.aliases:
                 if getattr(importlib.import_module(alias), patch.name) is not owner:
-                    failed[str(patch)] = f"{alias} has another"
+                    failed[str(patch)] = f"{alias} has a different one"
         except (ImportError, AttributeError) as error:
             if not patch.is_optional:
                 failed[str(patch)] = str(error)
@@ -304,5 +304,5 @@ def failing() -> dict[str, str]:
 
 
 def count() -> int:
-    """How many patches there are."""
+    """The number of patches."""
     return len(_patches())

@@ -27,7 +27,7 @@ def _timeout(group: dist.ProcessGroup) -> float | None:
 
 
 def name_of(group: dist.ProcessGroup | None) -> str:
-    """The name of a group as the flight recorder has it. None: the group of all ranks."""
+    """The name of a group in the flight recorder. None: the group of all ranks."""
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     return str(getattr(group, "group_name", "0"))
@@ -39,9 +39,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
 
 
 def below(function: Any, output: int = -1) -> Any:
-    """The autograd function that gave a function its first input; given an output: the one that made this output.
+    """The autograd function that gave a function its first input. For an output: the function that made it.
 
-    DDP may pass the outputs of a model through a function of its own, which is left out.
+    DDP may pass the outputs of a model through its own function, which is left out.
     """
     if output < 0:
         function, output = next((each for each in function.next_functions if each[0] is not None), (None, 0))

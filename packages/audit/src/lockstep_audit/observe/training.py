@@ -16,14 +16,14 @@ from lockstep_audit.observe.torch_state import has_other_ranks
 
 _MOST = 256
 _LOOKS = 4
-"""So many steps after something unusual are looked at closely."""
+"""The number of steps after something unusual that are examined."""
 _UNFROZEN_EVERY = 10
 _LOOPS = 12
 
 
 @dataclasses.dataclass
 class Optimizer:
-    """What is known of an optimizer."""
+    """What is known about an optimizer."""
 
     number: int
     made_at: list[str | int] | None
@@ -32,26 +32,26 @@ class Optimizer:
     backwards_seen: int = 0
     hyperparameters: list[dict[str, Any]] | None = None
     unscaled_at: int | None = None
-    """How many clips had been called when a scaler unscaled its gradients; None: not since the last step."""
+    """The number of clips before a scaler unscaled its gradients; None: not since the last step."""
     scaler: dict[str, Any] | None = None
     owners: dict[int, None] | None = None
-    """Numbers of the models that have its parameters."""
+    """Numbers of the models whose parameters it has."""
     is_told: bool = False
     is_prepared: bool = False
-    """Whether Accelerate has it."""
+    """Whether Accelerate prepared it."""
     looks: int = _LOOKS
-    """So many steps without an exchange of gradients are still looked at closely."""
+    """The number of steps without an exchange of gradients that are still examined."""
     looks_now: int = 0
-    """So many of the next steps are looked at closely, because parameters were unfrozen."""
+    """The number of coming steps that are examined, because parameters were unfrozen."""
     loops: int = 0
-    """So many loops over loaders had begun at its last step."""
+    """The number of loops over loaders that had begun at its last step."""
     was_cleared: bool | None = None
-    """Whether a backward pass since its last step began without gradients. None: no one has looked."""
+    """Whether a backward pass since its last step began without gradients. None: not examined."""
 
 
 @dataclasses.dataclass
 class Step:
-    """A step that runs just now."""
+    """A step that is running."""
 
     optimizer: Any
     known: Optimizer
@@ -70,14 +70,14 @@ _finished: dict[int, int] = {}
 
 
 def note_cleared() -> None:
-    """Before a backward pass: note which optimizers' gradients were cleared."""
+    """Before a backward pass: record which optimizers' gradients were cleared."""
     for optimizer, known in _optimizers.items():
         if known.index and not known.was_cleared:
             known.was_cleared = _is_cleared(optimizer)
 
 
 def _is_cleared(optimizer: Any) -> bool:
-    """True if no gradient, or only zeros, are there: of the first parameters that have one."""
+    """True if there are no gradients, or only zeros: checks the first parameters that have one."""
     found = [p.grad for p in _parameters(optimizer) if p.grad is not None][:2]
     return not any(bool(digests.local(grad).detach().count_nonzero()) for grad in found if grad.layout == torch.strided)
 
@@ -119,7 +119,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def step_begins(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """A hook of all optimizers."""
+    """A hook on all optimizers."""
     if recorder.folder is not None and not torch.compiler.is_compiling():
         return recorder.guard("optimizer step", _begin, optimizer, arguments, named)
     return None
@@ -158,7 +158,7 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 
 
 def _held() -> set[int]:
-    """The ids of all parameters that optimizers have now."""
+    """The ids of all parameters that optimizers currently have."""
     return {id(parameter) for optimizer, _ in _optimizers.items() for parameter in _parameters(optimizer)}
 
 
@@ -168,7 +168,7 @@ def _fresh() -> list[dict[str, Any]]:
 
 
 def _is_alone() -> bool:
-    """True if none of these passes exchanged gradients of a model of DDP."""
+    """True if none of these passes exchanged gradients of a DDP model."""
     told = [each for backward in _fresh() for each in backward["models"].values()]
     return bool(told) and not any(each["synced"] for each in told)
 
@@ -186,7 +186,7 @@ def _runs(frame: Any, inner: Any) -> bool:
 
 
 def _ready(step: Step) -> None:
-    """The gradients are there, and the optimizer will use them."""
+    """The gradients are ready, and the optimizer will use them."""
     if step.is_ready:
         return
     step.is_ready = True
@@ -213,7 +213,7 @@ def _ready(step: Step) -> None:
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
-    """Digests of gradients or parameters that all ranks should have alike. Shards are left out."""
+    """Digests of gradients or parameters that should be equal on all ranks. Shards are left out."""
     tensors: dict[str, torch.Tensor | None] = {}
     numbers: dict[int, None] = {}
     if not has_other_ranks():
@@ -230,7 +230,7 @@ def _digests(optimizer: Any, what: str) -> dict[str, Any]:
 
 
 def _unwrapped(optimizer: Any) -> list[str] | None:
-    """The names that steps have for parameters of no wrapped model."""
+    """The names that steps use for parameters of no wrapped model."""
     found = [name for name, parameter in _named(optimizer) if models.owner(parameter) is None]
     return found[:_MOST] or None
 
@@ -283,7 +283,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_ends(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """A hook of all optimizers."""
+    """A hook on all optimizers."""
     recorder.is_stepping = False
     if recorder.folder is not None and _steps and _steps[-1].optimizer is optimizer:
         step = _steps.pop()
@@ -349,7 +349,7 @@ def _since(known: Optimizer, told: dict[str, Any]) -> int:
 
 
 def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, Any]:
-    """A backward as a step tells it: of the models whose parameters the optimizer has."""
+    """A backward pass in the form of a step event: for the models whose parameters the optimizer has."""
     kept = {key: value for key, value in told.items() if key != "models" and value is not None}
     mine = [each for number, each in told["models"].items() if number in owners]
     kept["is_past"] = any(not each["pending"] for each in mine)
@@ -371,7 +371,7 @@ def scaler_unscales(scaler: Any, optimizer: Any) -> After:
 
 
 def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
-    """GradScaler.step: a step that the scaler skips is told here."""
+    """GradScaler.step: records a step that the scaler skips."""
     if not scaler._enabled:
         return None
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper

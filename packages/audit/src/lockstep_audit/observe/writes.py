@@ -1,4 +1,4 @@
-"""Observes what writes to parameters of a model of DDP after its wrapping, beside optimizers."""
+"""Observes what writes to parameters of a DDP model after its wrapping, apart from optimizers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from lockstep_audit.observe.recorder import After, recorder
 
 NAMES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "add_", "sub_", "mul_", "div_", "__setitem__", "__iadd__")
 _EACH = 24
-"""So many writes of each line are told."""
+"""The number of writes of each line that are recorded."""
 _KINDS = (torch.Tensor, torch.nn.Parameter)
 _memory: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""The model and the name of the parameter that lies at an address."""
+"""The model and the name of the parameter at an address."""
 _lines: Counter[tuple[int, int]] = Counter()
 
 
 def watch(inner: Any, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Tell of writes to these parameters of a model from now on."""
+    """Record writes to these parameters of a model from now on."""
     found = {_address(parameter): name for name, parameter in parameters.items()}
     _memory.update({address: (weakref.ref(inner), name) for address, name in found.items() if address})
 
 
 def _address(tensor: Any) -> int:
-    """Where the memory of a tensor begins. 0: it has none of its own."""
+    """Where the memory of a tensor begins. 0: it has no memory."""
     if type(tensor) not in _KINDS:
         return 0
     try:
@@ -39,7 +39,7 @@ def _address(tensor: Any) -> int:
 
 
 def _parameter(inner: Any, name: str) -> Any:
-    """A parameter of a model, if it is still there."""
+    """A parameter of a model, if it still exists."""
     try:
         return inner.get_parameter(name)
     except AttributeError:
@@ -47,7 +47,7 @@ def _parameter(inner: Any, name: str) -> Any:
 
 
 def written(tensor: Any, *_: Any, **__: Any) -> After:
-    """Tensor.copy_ and the like, outside of optimizers. A parameter's `data` has the parameter's memory."""
+    """Tensor.copy_ and the like, outside optimizers. A parameter's `data` shares the parameter's memory."""
     known = _memory.get(_address(tensor)) if _memory else None
     frame = places.user_frame(sys._getframe(3)) if known is not None else None
     if known is None or frame is None:

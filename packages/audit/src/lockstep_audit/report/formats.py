@@ -1,4 +1,4 @@
-"""The report: text like a compiler's, JSON, SARIF 2.1.0, and annotations of GitHub."""
+"""The report: text like a compiler's, JSON, SARIF 2.1.0, and GitHub annotations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
         lines += [f"not exercised: {id} {BY_ID[id].name}: {why}" for id, why in sorted(outcome.not_exercised.items())]
     errors, warnings = len(outcome.of("error")), len(outcome.of("warning"))
     counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-    more = "" if verbose or not outcome.not_exercised else " (-v tells why)"
+    more = "" if verbose or not outcome.not_exercised else " (-v shows why)"
     lines.append(
         f"lockstep-audit: {counts}; {len(outcome.checked)} rules checked, {len(outcome.not_exercised)} not "
         f"exercised{more}, {len(outcome.switched_off)} findings switched off"
@@ -81,7 +81,7 @@ def as_json(outcome: Outcome, exit_code: int) -> str:
 
 
 def sarif(outcome: Outcome) -> str:
-    """The report as SARIF 2.1.0, which code scanning of GitHub and editors read."""
+    """The report as SARIF 2.1.0, which GitHub code scanning and editors read."""
     rules = [_described(rule) for rule in ALL]
     numbers = {rule.id: number for number, rule in enumerate(ALL)}
     pairs: list[tuple[Finding, str | None]] = [(finding, None) for finding in outcome.findings]

@@ -1,4 +1,4 @@
-"""What all rules say about a run, without what a user has switched off."""
+"""The findings of all rules about a run, without those that a user has switched off."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ HANGS = ("LS501", "LS502", "LS503", "LS504")
 
 @dataclass
 class Outcome:
-    """The findings that remain, and what else there is to say."""
+    """The remaining findings, and notes."""
 
     findings: list[Finding] = field(default_factory=list)
     switched_off: list[tuple[Finding, str]] = field(default_factory=list)
     """Findings that a comment or a baseline switches off, and the reason."""
     checked: list[str] = field(default_factory=list)
     not_exercised: dict[str, str] = field(default_factory=dict)
-    """By id of a rule, the reason why the script did not exercise the rule."""
+    """By rule id, the reason why the script did not exercise the rule."""
     notes: list[str] = field(default_factory=list)
 
     def of(self, severity: str) -> list[Finding]:
-        """The findings of rules of this severity."""
+        """The findings of this severity."""
         return [finding for finding in self.findings if BY_ID[finding.rule].severity == severity]
 
 
 def outcome(history: History, baseline: Path | None = None, rules: Iterable[Rule] = ALL) -> Outcome:
-    """Ask all rules.
+    """Run all rules.
 
     Raises:
         UsageError: the baseline cannot be read.
@@ -47,7 +47,7 @@ def outcome(history: History, baseline: Path | None = None, rules: Iterable[Rule
     for rule in rules:
         try:
             said = rule.check(history)
-        except Exception as error:  # events of a script that nobody foresaw: other rules still have something to say
+        except Exception as error:  # unforeseen events: the other rules still apply
             result.notes.append(f"{rule.id} could not be checked: {type(error).__name__}: {error}")
             continue
         if isinstance(said, str):
@@ -84,12 +84,12 @@ def shown(file: str) -> str:
 
 
 def fingerprint(finding: Finding) -> tuple[str, str, str]:
-    """What stays the same of a finding while other lines of the file change."""
+    """What identifies a finding while other lines of the file change."""
     return finding.rule, os.path.basename(finding.where.file) if finding.where else "", source(finding) or ""
 
 
 def write_baseline(path: Path, findings: Iterable[Finding]) -> None:
-    """Write findings into a file that `outcome` takes as a baseline."""
+    """Write findings into a file that `outcome` accepts as a baseline."""
     keys = ("rule", "file", "line")
     rows = [dict(zip(keys, fingerprint(finding), strict=True)) for finding in findings]
     path.write_text(json.dumps({"lockstep_audit_baseline": 1, "findings": rows}, indent=1) + "\n", encoding="utf-8")
@@ -100,7 +100,7 @@ def _read_baseline(path: Path) -> set[tuple[str, str, str]]:
         rows = json.loads(path.read_text(encoding="utf-8"))["findings"]
         return {(row["rule"], row["file"], row["line"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"is no baseline: {type(error).__name__}: {error}"
+        what = f"is not a baseline: {type(error).__name__}: {error}"
         raise UsageError(what, where=str(path), remedy="write it with --write-baseline FILE") from None
 
 
@@ -116,7 +116,7 @@ class Ignores:
                 self._read_file(event["script"])
 
     def reason(self, finding: Finding) -> str | None:
-        """The reason that the user gives for switching off this finding. None: it is on."""
+        """The user's reason for switching off this finding. None: it is on."""
         if finding.where is None:
             return None
         self._read_file(finding.where.file)
@@ -136,8 +136,8 @@ class Ignores:
     def _add(self, file: str, number: int, ids: str, reason: str) -> None:
         for id in filter(None, (part.strip() for part in ids.split(","))):
             if id not in BY_ID:
-                self.notes.append(f"{shown(file)}:{number}: no rule {id} to ignore")
+                self.notes.append(f"{shown(file)}:{number}: there is no rule {id} to ignore")
             elif not reason:
-                self.notes.append(f"{shown(file)}:{number}: ignore[{id}] needs a reason behind it, and is not obeyed")
+                self.notes.append(f"{shown(file)}:{number}: ignore[{id}] has no effect without a reason after it")
             else:
                 self._lines.setdefault((file, number), {})[id] = reason

@@ -1,4 +1,4 @@
-"""Rules on gradient accumulation: what micro-batches add up to."""
+"""Rules on gradient accumulation: what the micro-batches of a step add up to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lockstep_audit.rules.loaders import Iteration, iterations
 
 _NONE = "no step took several backward passes"
 _UNEQUAL = 1.25
-"""Micro-batches whose counts of labels differ by this factor are unequal."""
+"""Micro-batches whose label counts differ by at least this factor are unequal."""
 _SAME = 0.01
 _OTHER = ("Add", "Sub")
-"""Last operations of a loss that is more than a mean."""
+"""Last operations of a loss that is not only a mean."""
 
 
 def _usual(events: Iterable[Event]) -> int:
@@ -40,18 +40,18 @@ def _accumulating(history: History) -> list[tuple[int, int, list[Event]]]:
 
 
 def is_divided(backward: Event) -> bool:
-    """True if the last operations of a loss divide it, or multiply it with a number."""
+    """True if the last operations of a loss divide it, or multiply it by a number."""
     if backward.get("divisor") is not None:
         return bool(backward["divisor"] != 1)
     return any(name.startswith(("Div", "Mul")) for name in backward.get("ops", ()))
 
 
 def _is_mean(ops: Sequence[str]) -> bool:
-    """True if the loss is a mean that the loss function computes, divided by nothing, or by the accumulation."""
+    """True if the loss is a mean that the loss function computes, undivided or divided by the accumulation."""
     return any(name.startswith(("NllLoss", "Mean", "CrossEntropy")) for name in ops[:2])
 
 
-@rule("LS401", "leftover-micro-batches", "the last micro-batches of an epoch make no step of their own")
+@rule("LS401", "leftover-micro-batches", "the last micro-batches of an epoch make no step")
 def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
     """Gradients at the end of an epoch that are dropped, or added to the first step of the next epoch."""
     accumulating = _accumulating(history)
@@ -74,9 +74,9 @@ def _only_optimizer(history: History, rank: int) -> bool:
 
 
 def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
-    remedy = "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and "
+    remedy = "also step at the last batch of an epoch: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and "
     remedy += "divide the loss by the number of micro-batches of this step"
-    cause = "the number of batches is no multiple of the accumulation, and the last step of the epoch is missing"
+    cause = "the number of batches is not a multiple of the accumulation, and nothing steps at the end of the epoch"
     for number, it in enumerate(its):
         end: Any = it.end
         within = [e for e in events if it.begin["number"] < e["number"] < end["number"]]
@@ -84,13 +84,13 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
         left = end["backwards"] - sum(len(passes(e)) for e in within)
         if number == 0 and left > 0:
             count = len(passes(later[0])) if later else 0
-            what = f"{end['backwards']} backward passes in an epoch, a step after {usual}, and {left} left over"
+            what = f"{end['backwards']} backward passes in an epoch, a step after every {usual}, and {left} left over"
             if later and count == usual:
-                return None  # steps reach over the ends of epochs
+                return None  # steps span the ends of epochs
             if not later or any(each.get("discarded") for each in passes(later[0])):
                 what += ": no step used their gradients"
             elif count > usual:
-                what += f": the next step added them to its own and had {count}"
+                what += f": the next step added them to its own and used {count}"
             else:
                 return None
             at = next((e.get("at") for e in reversed(within)), it.begin.get("at"))
@@ -98,7 +98,7 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
     return None
 
 
-@rule("LS402", "undivided-loss", "the loss of micro-batches is not divided", "warning")
+@rule("LS402", "undivided-loss", "the losses of micro-batches are not divided", "warning")
 def undivided_loss(history: History) -> Iterable[Finding] | str:
     """Accumulated losses that nothing divides: the gradient grows with the number of micro-batches."""
     findings: list[Finding] = []
@@ -109,16 +109,16 @@ def undivided_loss(history: History) -> Iterable[Finding] | str:
         if not known or any(is_divided(each) for each in known):
             continue
         at = backwards[0].get("loss_at") or backwards[0].get("at")
-        evidence = f"a step adds {usual} backward passes, and none of their losses ends with a division"
-        cause = "the sum of means is that many times their mean, unless the learning rate was chosen for it"
+        evidence = f"a step adds up {usual} backward passes, and no loss is divided at the end"
+        cause = "the sum of the means is that many times their mean, unless the learning rate allows for it"
         remedy = "(loss / accumulation).backward(), or divide a summed loss by the number of all labels of the step"
         findings.append(Finding("LS402", place(at), evidence, cause, remedy, (rank,), events[0]["step"]))
     return findings if accumulating else _NONE
 
 
-@rule("LS403", "unequal-weights", "labels of one step have unequal weights", "warning")
+@rule("LS403", "unequal-weights", "the labels of one step have unequal weights", "warning")
 def unequal_weights(history: History) -> Iterable[Finding] | str:
-    """Means over unequal numbers of labels, which are then averaged as if the numbers were equal."""
+    """Means over unequal numbers of labels that are then averaged as if the numbers were equal."""
     known = False
     groups = replicas(history) or [(rank,) for rank in history.ranks]
     factors = [event.get("factor", 0.0) * len(history.ranks) for event in history.of("hand_reduce")]
@@ -153,32 +153,32 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 if _differ(told) and is_plain and backwards:
                     return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
             unequal = [each for each in selected if _differ(each[2])]
-            if len(unequal) > 1 and 2 * len(unequal) > len(selected):  # a last batch alone may be short
+            if len(unequal) > 1 and 2 * len(unequal) > len(selected):  # only a last batch may be short
                 return [_unequal(*unequal[0], tuple(ranks))]
-    return [] if known else "no step had several micro-batches with labels that are masked or selected"
+    return [] if known else "no step had several micro-batches with masked or selected labels"
 
 
 def _differ(counts: dict[int, list[Any]]) -> bool:
-    """True if some numbers of labels are unequal."""
+    """True if some label counts are unequal."""
     flat = [count for each in counts.values() for count in each if count]
     return bool(flat) and min(flat) * _UNEQUAL < max(flat)
 
 
 def _rows(backwards: list[Event]) -> list[int]:
-    """Of each backward pass, the number of labels that a mean was given, if the loss is a mean alone; else empty."""
+    """For each backward pass, the number of labels in its mean, if the loss is only a mean; else empty."""
     found = [each.get("rows", 0) if _is_mean(each.get("ops") or ()) else 0 for each in backwards]
     first = {each["ops"][0] for each in backwards if each.get("ops")}
     return [] if any(op.startswith(_OTHER) for op in first) or not all(found) else found
 
 
 def _weights(backwards: list[Event]) -> list[float]:
-    """Of each backward pass of several, the weights of classes that a mean was divided by; empty if one has none."""
+    """For each of several backward passes, the class weights that a mean was divided by; empty if one has none."""
     found = [each.get("weights", 0.0) if _is_mean(each.get("ops") or ()) else 0.0 for each in backwards]
     return found if len(found) > 1 and all(found) else []
 
 
 def _count(backward: Event) -> int | None:
-    """The number of labels that a loss is the mean of: of a mean that leaves some out, or that divides a sum."""
+    """The number of labels that a loss averages: in a mean that ignores some, or in a sum that is divided."""
     divisor = backward.get("divisor") or 0
     if _is_quotient(backward) and divisor > 1 and divisor == int(divisor):
         return int(divisor)
@@ -196,18 +196,18 @@ def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[Any]],
     is_weighted = "weights" in backwards[0]
     what = "weights of the labels" if is_weighted else "labels that count"
     evidence = f"{what}, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
-    cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
+    cause = "a mean over unmasked labels weights a label in a short batch more than one in a long batch"
     if is_weighted:
-        cause = "a mean by class weights is divided by the weights of its own labels, so micro-batches with light "
+        cause = "a weighted mean is divided by the class weights of its labels, so micro-batches of light "
         cause += "classes count too much"
     unit = "weights of the labels" if is_weighted else "number of labels"
-    remedy = f"sum the loss, and divide by the {unit} of the step on all ranks (times world_size for DDP)"
+    remedy = f"sum the loss and divide by the {unit} in the step on all ranks (with DDP, multiply by world_size)"
     return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])
 
 
 @rule("LS404", "sync-each-micro-batch", "every micro-batch exchanges gradients", "warning")
 def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
-    """Accumulation without no_sync(): the same result, and the communication of several steps."""
+    """Accumulation without no_sync(): the same result at several times the communication."""
     findings: list[Finding] = []
     accumulating = _accumulating(history)
     for rank, usual, events in accumulating:
@@ -215,16 +215,16 @@ def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
         if any(each.get("synced") is not True for backwards in full for each in backwards):
             continue
         at = full[0][0].get("at")
-        evidence = f"all of the {usual} backward passes before a step exchange gradients"
-        remedy = "`with model.no_sync():` around forward and backward of all micro-batches of a step but the last"
+        evidence = f"all {usual} backward passes before a step exchange gradients"
+        remedy = "`with model.no_sync():` around forward and backward of all micro-batches but the last of a step"
         cause = "each backward pass of DistributedDataParallel exchanges gradients unless no_sync() is active"
         findings.append(Finding("LS404", place(at), evidence, cause, remedy, (rank,), events[0]["step"]))
     return findings if accumulating else _NONE
 
 
-@rule("LS405", "clip-each-micro-batch", "gradients are clipped before all micro-batches were added", "warning")
+@rule("LS405", "clip-each-micro-batch", "gradients are clipped before all micro-batches are added", "warning")
 def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
-    """Clipping inside the accumulation: the limit then holds for a part of the gradient."""
+    """Clipping inside the accumulation: the limit then applies to a partial gradient."""
     accumulating, seen = _accumulating(history), False
     for _, _, events in accumulating:
         for event in events:
@@ -237,12 +237,12 @@ def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
                 cause = "clip_grad_norm_ is called for each micro-batch"
                 at = place(early[0].get("at"))
                 return [Finding("LS405", at, evidence, cause, remedy, tuple(history.ranks), event["step"])]
-    return [] if seen else "no gradients were clipped while micro-batches were added"
+    return [] if seen else "no step with several micro-batches clipped gradients"
 
 
 @rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away", "warning")
 def discarded_gradients(history: History) -> Iterable[Finding] | str:
-    """Steps of several backward passes whose gradients are cleared in between: only those of the last ones count."""
+    """Steps whose gradients are cleared between backward passes, so that only the last passes count."""
     findings: list[Finding] = []
     seen = False
     for by_rank in steps(history).values():
@@ -255,18 +255,20 @@ def discarded_gradients(history: History) -> Iterable[Finding] | str:
             backwards = looked[0]["backwards"]
             last = next(n for n in range(len(backwards) - 1, 0, -1) if backwards[n].get("discarded"))
             at = backwards[last].get("cleared_at") or _cleared_at(backwards[last].get("at"))
-            evidence = f"{last} of {len(backwards)} backward passes of a step left no gradients when the next began, "
-            evidence += f"and no optimizer had stepped between, at {len(looked)} steps that were looked at"
-            cause = "gradients are cleared before each micro-batch, or before the last one, and not after a step"
+            evidence = (
+                f"gradients of {last} of {len(backwards)} backward passes of a step were gone when the next began, "
+            )
+            evidence += f"with no optimizer step between, in {len(looked)} examined steps"
+            cause = "gradients are cleared before each micro-batch, or before the last one, instead of after a step"
             if uses(history, "accelerate") and len(backwards) - last == 1:
-                cause += ": in accumulate(), Accelerate's zero_grad() does nothing but at the last micro-batch"
-            remedy = "optimizer.zero_grad() right after optimizer.step(), and nowhere else"
+                cause += ": inside accumulate(), Accelerate's zero_grad() acts only at the last micro-batch"
+            remedy = "call optimizer.zero_grad() right after optimizer.step(), and nowhere else"
             findings.append(Finding("LS406", place(at), evidence, cause, remedy, (rank,), looked[0]["step"]))
-    return findings if seen else "no step took several backward passes that were looked at"
+    return findings if seen else "no examined step took several backward passes"
 
 
 def _discards(event: Event) -> bool:
-    """True if micro-batches of a step lost their gradients, and nothing read them before."""
+    """True if micro-batches of a step lost their gradients before anything read them."""
     backwards = event["backwards"]
     lost = [(one, other) for one, other in pairwise(backwards) if other.get("discarded")]
     alike = any(one.get("at") == other.get("at") or one.get("unsynced_by_user") for one, other in lost)
@@ -278,13 +280,13 @@ def _discards(event: Event) -> bool:
 
 
 def _gradients(path: str, context: type[ast.expr_context]) -> list[ast.AST]:
-    """`x.grad` in a file, where it is read or set."""
+    """`x.grad` in a file, if it is read or set there."""
     found = [n for n in sources.nodes(path) if isinstance(n, ast.Attribute) and n.attr == "grad"]
     return [n for n in found if isinstance(n.ctx, context) and getattr(n.value, "attr", "") != "autograd"]
 
 
 def _reads_gradients(path: str) -> bool:
-    """True if a file takes gradients, for more than to clear them or to ask whether they are there."""
+    """True if a file uses gradients for more than clearing them or checking that they exist."""
     harmless = set[int]()
     for node in sources.nodes(path):
         if isinstance(node, ast.Attribute) and node.attr in ("zero_", "detach_"):
@@ -295,6 +297,6 @@ def _reads_gradients(path: str) -> bool:
 
 
 def _cleared_at(at: Any) -> Any:
-    """The one line of a file that sets a gradient, where no zero_grad() cleared it; else a given place in that file."""
+    """The one line of a file that sets a gradient that no zero_grad() cleared; else a given place in that file."""
     rows = sorted({getattr(node, "lineno", 0) for node in _gradients(at[0], ast.Store)}) if at else []
     return [at[0], rows[0], ""] if len(rows) == 1 else at

@@ -1,4 +1,4 @@
-"""What is lost where a layer computes a buffer from the batch of its rank, and the wrapper overwrites the buffer."""
+"""What is lost if a layer computes a buffer from its rank's batch and the wrapper overwrites the buffer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lockstep_audit.rules.sources import nodes
 
 _ADDS = ("mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
 _KEEPS = ("reduce", "broadcast", "gather", "sync", "print", "log", "scalar", "save", "append", "register", "init")
-"""Parts of names of functions that do not change what they are given, or change it on all ranks alike."""
+"""Parts of names of functions that do not change their arguments, or change them in the same way on all ranks."""
 _DECAYS = ("*", "mul", "lerp", "decay", "momentum")
 _CLOSE = 1e-5
 _LOOKS = 2
-"""Buffers must differ before so many forward passes: a first value that each rank computes once is another matter."""
+"""Buffers must differ before this many forward passes: a first value that each rank computes once does not count."""
 
 
 def overwritten(history: History) -> list[Finding]:
-    """Averages of a layer's own that DDP overwrites with those of rank 0, so that the data of other ranks are lost."""
+    """A layer's averages that DDP overwrites with those of rank 0, so that the data of other ranks are lost."""
     known, turns = keys(history, "wrap", "model", "at"), dict[object, dict[int, dict[int, Event]]]()
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     for event in history.of("own_buffers"):
@@ -38,9 +38,9 @@ def overwritten(history: History) -> list[Finding]:
             step, ranks = apart[names[0]][0], tuple(by_step[apart[names[0]][0]])
             evidence = f"when the forward pass of step {step} began, {len(names)} buffers differed between "
             evidence += f"{named(ranks)}: {some(names)}"
-            cause = "a layer computes them from the batch of its rank, and DistributedDataParallel overwrites them "
-            cause += "with those of rank 0 when the next forward pass begins: the data of other ranks never count"
-            remedy = "all_reduce what the layer adds up, before it changes the buffers"
+            cause = "a layer computes them from its rank's batch, and DistributedDataParallel overwrites them "
+            cause += "with those of rank 0 at the next forward pass: the data of other ranks never count"
+            remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.setdefault(at[0], Finding("LS606", Place(*at, ""), evidence, cause, remedy, ranks, step))
     return list(findings.values())
 
@@ -53,7 +53,7 @@ def _differ(events: dict[int, Event], name: str) -> bool:
 
 
 def _written_at(event: Event, name: str) -> tuple[str, int] | None:
-    """The first line that adds something to a buffer. None: it is a counter, is written anew, or nobody knows."""
+    """The first line that adds something to a buffer. None: it is a counter, is recomputed, or is unknown."""
     key, kind, is_one = name.rpartition(".")[2], event["classes"][name].lower(), event["sums"][name][2] == 1
     if key.startswith("running_") or ("norm" in kind and key.endswith(("mean", "var", "std"))):
         return None  # statistics of a normalization, which training does not use
@@ -65,7 +65,7 @@ def _written_at(event: Event, name: str) -> tuple[str, int] | None:
 
 
 def _changes(path: str, key: str) -> Iterator[tuple[bool, int, str]]:
-    """Statements of a file that make a new value of `self.KEY` from the old: (by another function, line, text)."""
+    """Statements of a file that compute a new `self.KEY` from the old: (by another function, line, text)."""
     assigned = [node for node in nodes(path) if isinstance(node, ast.Assign)]
     made = {
         t.id for node in assigned for t in node.targets if isinstance(t, ast.Name) and _uses(node.value, key, set())
@@ -92,7 +92,7 @@ def _changes(path: str, key: str) -> Iterator[tuple[bool, int, str]]:
 
 
 def _is_of(node: ast.AST, key: str) -> bool:
-    """True of `self.KEY`, and of what is taken from it, such as `self.KEY.data`, `self.KEY[rows]`, `self.KEY.t()`."""
+    """True for `self.KEY`, and for what is taken from it, such as `self.KEY.data`, `self.KEY[rows]`, `self.KEY.t()`."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
         if isinstance(node, ast.Attribute) and node.attr == key:
             return True
@@ -102,7 +102,7 @@ def _is_of(node: ast.AST, key: str) -> bool:
 
 
 def _uses(node: ast.AST, key: str, names: set[str]) -> bool:
-    """True if an expression has `self.KEY`, which is no method that is called, or one of these variables."""
+    """True if an expression contains one of these variables, or `self.KEY` other than as a method call."""
     inside = list(ast.walk(node))
     called = {id(each.func) for each in inside if isinstance(each, ast.Call)}
     own = any(isinstance(each, ast.Attribute) and each.attr == key and id(each) not in called for each in inside)
@@ -110,6 +110,6 @@ def _uses(node: ast.AST, key: str, names: set[str]) -> bool:
 
 
 def _is_part(index: ast.expr) -> bool:
-    """True of an index that varies: not of `[:]`, `[...]`, `[:n]`, `[0]`."""
+    """True for an index that varies: not for `[:]`, `[...]`, `[:n]`, `[0]`."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return any(each.lower if isinstance(each, ast.Slice) else not isinstance(each, ast.Constant) for each in parts)

@@ -19,4 +19,4 @@ _FOLLOWS = (
     "LS502: LS501 LS104; LS503: LS104 LS206; LS504: LS501 LS104"
 )
 EXPLAINED = {id: tuple(others.split()) for id, others in (each.split(": ") for each in _FOLLOWS.split("; "))}
-"""Findings of the first rule follow from those of the others, and are left out where these are there."""
+"""Findings of the first rule follow from those of the others, and are left out if these are present."""

@@ -17,14 +17,14 @@ _WHOLE = (
     *("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object"),
     *("all_gather_into_tensor", "broadcast_object_list"),
 )
-"""Calls that every rank of a group makes alike."""
+"""Calls that every rank of a group makes in the same way."""
 _SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 """Calls whose tensors have the same shape on all ranks."""
 
 
-@rule("LS501", "collectives-mismatch", "ranks make different collectives in the same place")
+@rule("LS501", "collectives-mismatch", "ranks make different collectives at the same point")
 def collectives_mismatch(history: History) -> Iterable[Finding] | str:
-    """The n-th call of a group that is another collective, or has another shape or type, on some rank."""
+    """The n-th call of a group is a different collective, or has a different shape or type, on some rank."""
     calls: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)
     for event in history.of("collective"):
         if event.get("op") in _WHOLE and event.get("sequence") is not None:
@@ -37,7 +37,7 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
             lines = {rank: f"{what[rank]} at {line(event.get('at'))}" for rank, event in by_rank.items()}
             evidence = f"call {sequence} in group {group}: {each_rank(lines)}"
             event = by_rank[waits.odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
-            cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
+            cause = "ranks took different branches of the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
             if skip := skips.skipped(history, ranks):
@@ -61,7 +61,7 @@ def _ops(by_rank: Mapping[int, Event]) -> bool:
 
 
 def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
-    """From the flight recorder: one number that is not the same collective on all ranks."""
+    """From the flight recorder: a sequence number whose collective differs between ranks."""
     by_number: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     for rank, entries in recorded.items():
         for entry in entries:
@@ -82,31 +82,31 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
             if skip := skips.skipped(history, what):
                 (at, cause), remedy = skip, skips.REMEDY
             elif at and len(rows) == 1:
-                cause = f"{named(training)} trained on, and the others ended: each rank decides for itself to stop"
+                cause = f"{named(training)} kept training, and the others ended: each decides for itself to stop"
                 at, remedy = (
                     at._replace(line=rows[0]),
-                    "exchange the number, or the decision, before a rank stops by it",
+                    "exchange the number, or the decision, before any rank stops because of it",
                 )
             return [_decided(history, Finding("LS501", at, evidence, cause, remedy, tuple(what), None))]
     return []
 
 
 def _decided(history: History, finding: Finding, lines: Mapping[int, Place | None] | None = None) -> Finding:
-    """A finding at the line where a rank decided for itself to stop, if it is known: else as it was.
+    """A finding, moved to the line at which a rank decided for itself to stop, if that line is known.
 
     Args:
-        lines: where ranks came to different calls, of which one may be in a loop that another rank has left.
+        lines: where ranks made different calls. One of them may be in a loop that another rank has left.
     """
     reached = dict.fromkeys(history.ranks, 0) | {event["rank"]: event["step"] for event in history.events}
     asked: dict[tuple[int, tuple[Any, ...]], set[int]] = defaultdict(set)
     for event in history.of("asked"):
         if event.get("at") and event["step"] <= min(reached.values()):
             asked[event["step"], tuple(event["at"])].add(event["rank"])
-    remedy = "exchange the number, or the decision, before a rank acts on it: all ranks, or none"
+    remedy = "exchange the number, or the decision, before a rank acts on it: all ranks act, or none"
     for (step, at), ranks in sorted(asked.items()):
         if ranks < set(history.ranks):
             others = named(set(history.ranks) - ranks)
-            cause = f"{named(ranks)} decided this after {step} steps, and {others} did not: each decides for itself"
+            cause = f"{named(ranks)} took this branch after {step} steps, and {others} did not: each decides for itself"
             return replace(finding, where=place(at), cause=cause, remedy=remedy)
     known, over = {rank: at for rank, at in (lines or {}).items() if at}, dict[int, bool]()
     for event in history.of("loader_end"):
@@ -115,14 +115,14 @@ def _decided(history: History, finding: Finding, lines: Mapping[int, Place | Non
     rows = {(a, row) for a, b in pairs for row in sources.ways_out(a.file, a.line, b.line)}
     if len({row for _, row in rows}) == 1:
         (inside, row), *_ = rows
-        cause = f"a rank left the loop around {line(inside)} here, and another went on"
+        cause = f"a rank left the loop around {line(inside)} here, and another continued"
         return replace(finding, where=inside._replace(line=row), cause=cause, remedy=remedy)
     return finding
 
 
-@rule("LS505", "other-order", "ranks exchange the same things in other orders")
+@rule("LS505", "other-order", "ranks exchange the same things in different orders")
 def other_order(history: History) -> Iterable[Finding] | str:
-    """One line that exchanges several things, in an order that differs by rank: unlike things are added."""
+    """One line that exchanges several things in an order that differs by rank: unlike things are added."""
     turns: dict[tuple[Any, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in history.of("collective"):
         texts = event.get("names") or {}
@@ -135,16 +135,16 @@ def other_order(history: History) -> Iterable[Finding] | str:
         is_same = all(sorted(order) == sorted(orders[0]) for order in orders)
         if len(orders) > 1 and is_same and differ(by_rank):
             shown = each_rank({rank: some(order) for rank, order in by_rank.items()})
-            evidence = f"{name} in the calls of this line: {shown}"
-            cause = "the order of a set, of files, or of something else that each process has for itself"
-            remedy = "sort what is exchanged one by one, or put all of it into one tensor"
+            evidence = f"{name} in this line's calls: {shown}"
+            cause = "the order comes from a set, a list of files, or something else that differs by process"
+            remedy = "sort before you exchange item by item, or put everything into one tensor"
             return [Finding("LS505", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), step)]
-    return [] if turns else "no line exchanged several things that have names"
+    return [] if turns else "no line exchanged several named things"
 
 
 @rule("LS502", "ranks-wait", "ranks wait for each other in different places")
 def ranks_wait(history: History) -> Iterable[Finding] | str:
-    """Ranks that are stuck on different lines: one took a way that the others did not take."""
+    """Ranks that are stuck on different lines: one took a branch that the others did not take."""
     stuck = waits.waiting(history)
     if not stuck:
         return "no rank was stuck"
@@ -156,9 +156,9 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     rank = waits.odd(history, own or lines, waits.ahead(stuck))
     evidence = f"{_since(stuck)}: {each_rank(_where(stuck))}"
     words = waits.differences(stuck)
-    cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
-    remedy = "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
-    remedy += "take it out of `if rank == 0`"
+    cause = words or f"{named([rank])} reached {line(lines[rank])}, and the others did not"
+    remedy = "call collectives on all ranks (also barriers, a wrapped model in training, FSDP's state_dict): "
+    remedy += "move the call out of `if rank == 0`"
     step = stuck[rank].get("step")
     if skip := skips.skipped(history, stuck):
         return [Finding("LS502", skip[0], evidence, skip[1], skips.REMEDY, tuple(stuck), step)]
@@ -175,18 +175,18 @@ def _where(stuck: Mapping[int, Event]) -> dict[int, str]:
 
 
 def _since(stuck: Mapping[int, Event]) -> str:
-    """How long nothing moved, or that the script broke off."""
+    """How long nothing moved, or that the script was ended."""
     seconds = max(event.get("since_s") or 0 for event in stuck.values())
     return f"nothing moved for {seconds:.0f} s" if seconds else "when a timeout or a signal ended the script"
 
 
 @rule("LS503", "rank-left", "a rank has left while others wait for it")
 def rank_left(history: History) -> Iterable[Finding] | str:
-    """A rank that ended without an error, or with one of its own, while the others still make collectives."""
+    """A rank that ended, with or without an error, while the others still make collectives."""
     exits, needy = waits.left(history), {**waits.lost(history), **waits.waiting(history)}
     gone = {rank: event for rank, event in exits.items() if rank not in needy and not event.get("error")}
     if not needy:
-        return "no rank was stuck, and none lost another"
+        return "no rank was stuck or lost its connection to another"
     if not gone:
         return []
     rank = min(gone)
@@ -195,18 +195,18 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     at = next((each for each in where.values() if each), None)
     evidence = f"{named(gone)} ended without an error after {ends[rank]} steps, while "
     evidence += each_rank({r: f"step {ends[r]} waits at {line(each)}" for r, each in where.items()})
-    cause = f"{named(gone)} made fewer steps or batches than others" if differ(ends) else None
+    cause = f"{named(gone)} made fewer steps or batches than the others" if differ(ends) else None
     for event in history.of("loader_end", rank=rank):
         if not event.get("is_complete") and event.get("backwards"):
             count, loop = event.get("batches"), line(event.get("at"))
-            cause = f"{named([rank])} left the loop of {loop} after {count} batches: a `break` or an exit of one rank"
+            cause = f"{named([rank])} left the loop at {loop} after {count} batches: one rank breaks or exits"
     last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
     alone = next((r for r in where if waits.is_alone(history, needy[r], rank)), None)
     if alone is not None:
-        at, cause = where[alone], f"{named([alone])} came to {line(where[alone])}, and {named([rank])} never did"
+        at, cause = where[alone], f"{named([alone])} reached {line(where[alone])}, and {named([rank])} never did"
     elif last:
         at = place(last[-1]["at"]) or at
-    remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
+    remedy = "decide together when to stop: all_reduce the flag, and give all ranks equally long loaders"
     all_ranks = tuple(sorted({**gone, **needy}))
     if skip := skips.skipped(history, all_ranks):
         return [Finding("LS503", skip[0], evidence, skip[1], skips.REMEDY, all_ranks, ends[rank])]
@@ -215,9 +215,9 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     return [_decided(history, finding, {**where, rank: outside} if alone is None else None)]
 
 
-@rule("LS506", "no-group", "several processes were started, and none joined a group")
+@rule("LS506", "no-group", "several processes were started, and none joined a process group")
 def no_group(history: History) -> Iterable[Finding] | str:
-    """N processes that each run the same training alone."""
+    """N processes that each run the same training without the others."""
     steps = {event["rank"]: event for event in reversed(list(history.of("step")))}
     if _world(history) < 2 or len(steps) < 2:
         return "no two processes made steps"
@@ -225,14 +225,14 @@ def no_group(history: History) -> Iterable[Finding] | str:
     if any(history.of("group", "wrap", "collective")) or differ(same) or not next(iter(same.values()))[0]:
         return []
     evidence = f"{named(steps)} made the same first step, and none of them made a process group"
-    cause = "without init_process_group each process trains a model of its own, here the same one"
-    remedy = "dist.init_process_group() and DistributedDataParallel; of Accelerate on CPUs: ACCELERATE_USE_CPU=true"
+    cause = "without init_process_group, each process trains its own copy of the model"
+    remedy = "use dist.init_process_group() and DistributedDataParallel; Accelerate on CPUs: ACCELERATE_USE_CPU=true"
     return [Finding("LS506", place(steps[min(steps)].get("at")), evidence, cause, remedy, tuple(steps), 0)]
 
 
 @rule("LS504", "stuck", "the script is stuck")
 def is_stuck(history: History) -> Iterable[Finding] | str:
-    """Ranks that are all stuck in the same place, or outside of torch."""
+    """Ranks that are all stuck at the same place, or outside torch."""
     stuck = waits.waiting(history)
     if not stuck:
         return "no rank was stuck"
@@ -244,7 +244,7 @@ def is_stuck(history: History) -> Iterable[Finding] | str:
     cause = f"{named(silent)} never began" if silent else waits.differences(stuck)
     if not cause and not any(event["kind"] == "stuck" for event in stuck.values()):
         return []  # a timeout of a slow machine or network
-    remedy = "see the stacks of all threads in the events; a rank may wait for a file, a lock, or a data worker"
+    remedy = "read the stacks of all threads in the events; a rank may wait for a file, a lock, or a data worker"
     return [Finding("LS504", waits.waits_at(first), evidence, cause, remedy, tuple(stuck), first.get("step"))]
 
 

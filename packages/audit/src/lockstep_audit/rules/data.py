@@ -15,10 +15,10 @@ from lockstep_audit.rules.shares import probes, same_noise
 from lockstep_audit.rules.waiting import waiting
 
 _FEW = 8
-"""So many different indices are needed before their order means anything."""
+"""At least this many different indices are needed before their order means anything."""
 _FEW_INPUTS = 4
-_NO_GROUP = "no ranks that train one model together"
-_NO_LOADER = "no DataLoader in training"
+_NO_GROUP = "no ranks train one model together"
+_NO_LOADER = "training used no DataLoader"
 
 
 def _made(iteration: Iteration) -> Any:
@@ -34,7 +34,7 @@ def _read_the_same(one: Iteration, other: Iteration) -> str | None:
     length = min(len(one.indices), len(other.indices))
     order = one.indices[:length]
     same_order = length > 1 and order == other.indices[:length] and len(set(map(str, order))) > 1
-    batches = f"the {len(common)} batches that were compared are equal bit by bit"
+    batches = f"the {len(common)} compared batches are bitwise equal"
     if is_equal and same_order:
         return f"the first {length} indices are equal ({some(map(str, order), 5)}), and {batches}"
     if is_equal and is_varied and not length:
@@ -47,7 +47,7 @@ def _read_the_same(one: Iteration, other: Iteration) -> str | None:
 
 
 def _equal_part(pairs: list[tuple[Event, Event]]) -> bool:
-    """True if a tensor of the batches, such as the labels, is equal on both ranks, and changes from batch to batch."""
+    """True if a tensor of the batches, such as the labels, is equal on both ranks and changes between batches."""
     one = [tuple(pair[0].get("digests") or ()) for pair in pairs]
     other = [tuple(pair[1].get("digests") or ()) for pair in pairs]
     both = zip(zip(*one, strict=False), zip(*other, strict=False), strict=False)
@@ -98,7 +98,7 @@ def same_data(history: History) -> Iterable[Finding] | str:
 
 
 def _parted(history: History, pair: tuple[int, int], its: dict[int, Iteration]) -> bool:
-    """True if the script gives the models of two ranks other parts of the same batches: samples, or tokens."""
+    """True if the script gives the models of two ranks different parts of the same batches: samples, or tokens."""
     given = [[e for e in history.of("inputs", rank=rank) if e["number"] > its[rank].begin["number"]] for rank in pair]
     read = [max((e.get("elements") or 0 for e in its[rank].sampled.values()), default=0) for rank in pair]
     apart = [one["digest"] != other["digest"] for one, other in zip(*given, strict=False)]
@@ -108,7 +108,7 @@ def _parted(history: History, pair: tuple[int, int], its: dict[int, Iteration]) 
 
 
 def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Finding]:
-    """Batches that a script makes itself, without a loader, and that are equal on all ranks."""
+    """Batches that a script makes without a loader, and that are equal on all ranks."""
     given: dict[Any, dict[int, list[Event]]] = {}
     for event in history.of("inputs"):
         given.setdefault(event["model"], {}).setdefault(event["rank"], []).append(event)
@@ -119,21 +119,21 @@ def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Findin
             if len(first) >= _FEW_INPUTS and len(set(first)) == len(first) and not differ(digests):
                 drawn = [each.where for each in same_noise(history) if isinstance(each, Finding)]
                 at = drawn[0] if drawn else place(by_rank[group[0]][0].get("at"))
-                evidence = f"the model got equal inputs on {named(group)} in "
-                evidence += f"each of the first {len(first)} steps, and other inputs in each step"
-                cause = "the script draws its batches itself, with the same seed on all ranks"
-                remedy = "a generator for the data of each rank: torch.Generator().manual_seed(seed + rank)"
+                evidence = f"the inputs of the model were equal on {named(group)} in "
+                evidence += f"each of the first {len(first)} steps, and changed from step to step"
+                cause = "the script draws its batches with the same seed on all ranks"
+                remedy = "draw each rank's data from its own generator: torch.Generator().manual_seed(seed + rank)"
                 begins = {rank: by_rank[rank][0] for rank in group}
                 return [_resumed(history, Finding("LS101", at, evidence, cause, remedy, group, 0), begins)]
     return []
 
 
 def _resumed(history: History, finding: Finding, begins: dict[int, Event]) -> Finding:
-    """The finding, at the line that gives all ranks one state of a generator, if there is such a line."""
+    """The finding, at the line that gives all ranks the same generator state, if there is such a line."""
     if not (at := restored(history, begins)):
         return finding
-    cause = "every rank took the state of its generator from one file, which has that of one rank"
-    remedy = "save the states of all ranks (dist.all_gather_object), and give each rank its own; or seed anew by rank"
+    cause = "every rank restored its generator from one file, which holds the state of one rank"
+    remedy = "save the states of all ranks (dist.all_gather_object) and restore each rank's own; or reseed by rank"
     return replace(finding, where=at, cause=cause, remedy=remedy)
 
 
@@ -141,26 +141,26 @@ def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, worl
     begin = iteration.begin
     dealt = begin.get("distributed")
     if dealt and iteration.end and iteration.end["batches"] < int(dealt.get("replicas") or 1):
-        cause = f"the data set has fewer batches than the {dealt['replicas']} ranks, and each rank got the same"
+        cause = f"the data set has fewer batches than the {dealt['replicas']} ranks, so all ranks got the same ones"
     elif dealt and "even_batches" in dealt:
-        cause = "each rank reads a data set of its own, or the sampler below draws another order on each rank"
+        cause = "each rank reads its own data set, or the sampler below draws a different order on each rank"
     elif dealt:
         cause = f"the sampler has num_replicas={dealt.get('replicas')} and rank={dealt.get('rank')} on {named(ranks)}"
     elif begin.get("is_iterable"):
-        cause = "an IterableDataset gives all of its samples to every rank"
+        cause = "an IterableDataset yields all of its samples on every rank"
     else:
         sampler = begin.get("sampler_kind") or "sampler"
-        cause = f"no DistributedSampler: the {sampler} draws the same order on every rank, where seeds are equal"
+        cause = f"no DistributedSampler: the {sampler} draws the same order on every rank, because seeds are equal"
     remedy = "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
     if begin.get("is_iterable"):
-        remedy = "give each rank its own part inside __iter__: itertools.islice(samples, rank, None, world_size)"
+        remedy = "give each rank its own shard inside __iter__: itertools.islice(samples, rank, None, world_size)"
     said = f"in epoch {begin.get('epoch', 0)} of this loader, {evidence} on {named(ranks)}"
     return Finding("LS101", place(_made(iteration)), said, cause, remedy, ranks, begin["step"])
 
 
 @rule("LS102", "no-set-epoch", "every epoch has the same order")
 def no_set_epoch(history: History) -> Iterable[Finding] | str:
-    """Loaders that shuffle, and give the same order in every epoch."""
+    """Loaders that shuffle but repeat the same order in every epoch."""
     findings, seen = [], False
     for epochs in iterations(history).values():
         by_rank: dict[int, list[Iteration]] = {}
@@ -173,7 +173,7 @@ def no_set_epoch(history: History) -> Iterable[Finding] | str:
         same = tuple(rank for rank, its in several.items() if _same_order(history, its))
         if same and len(same) == len(several):
             findings.append(_same_epochs(history, several[same[0]], same))
-    return findings if seen else "no loader that shuffles gave two epochs of training"
+    return findings if seen else "no shuffling loader ran two epochs of training"
 
 
 def _shuffles(iteration: Iteration) -> bool:
@@ -191,7 +191,7 @@ def _same_order(history: History, its: list[Iteration]) -> bool:
     if len(epochs) > 1:
         return False
     if None not in epochs and 0 < _set_epochs(history, its[0]) < len(its):
-        return False  # a loader that is meant to be read twice in an epoch
+        return False  # this loader is read twice per epoch on purpose
     orders = [it.indices for it in its]
     length = min(map(len, orders))
     first = orders[0][:length]
@@ -204,21 +204,21 @@ def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...])
     first = some(map(str, its[0].indices), 5)
     evidence = f"{len(its)} epochs of this loader had the same order: {first}, ..."
     if not dealt:
-        cause = "the generator of the sampler begins with the same seed in each epoch"
+        cause = "the sampler's generator starts from the same seed in each epoch"
         remedy = "seed it once, or by epoch"
     elif calls:
         cause = f"sampler.set_epoch was called {calls} times with the same number, {dealt.get('epoch')}"
-        remedy = "sampler.set_epoch(epoch) with the number of the epoch"
+        remedy = "call sampler.set_epoch(epoch) with the number of the epoch"
     else:
-        cause = "nobody called set_epoch of the DistributedSampler, which shuffles by seed + epoch"
-        remedy = "sampler.set_epoch(epoch) before each `for batch in loader`"
+        cause = "the script never called set_epoch of the DistributedSampler, which shuffles by seed + epoch"
+        remedy = "call sampler.set_epoch(epoch) before each `for batch in loader`"
     at = place((not begin.get("by_framework") and begin.get("at")) or _made(its[0]))
     return Finding("LS102", at, evidence, cause, remedy, ranks, its[1].begin["step"])
 
 
-@rule("LS103", "split-differs", "ranks split the data set in different ways")
+@rule("LS103", "split-differs", "ranks split the data set differently")
 def split_differs(history: History) -> Iterable[Finding] | str:
-    """random_split, or a Subset, that differs by rank under a sampler that deals one data set to all ranks."""
+    """random_split, or a Subset, that differs by rank below a sampler that deals one data set to all ranks."""
     found = iterations(history)
     dealt = [by_rank for epochs in found.values() for by_rank in list(epochs.values())[:1] if _is_dealt(by_rank)]
     sizes = {it.begin.get("dataset_size") for by_rank in dealt for it in by_rank.values()}
@@ -239,11 +239,11 @@ def split_differs(history: History) -> Iterable[Finding] | str:
         findings = list({finding.where: finding for finding in reversed(findings)}.values())
     if findings or drawn or any(it.begin.get("subset") for by_rank in dealt for it in by_rank.values()):
         return findings
-    return "no random_split and no Subset whose samples a sampler deals to ranks"
+    return "no sampler deals a random_split or Subset to ranks"
 
 
 def _splits(history: History) -> list[dict[int, Event]]:
-    """What made parts of data sets, in the order of rank 0: the events of the same call, by rank."""
+    """What split the data sets, in the order of rank 0: the events of the same call, by rank."""
     found: dict[Any, dict[int, Event]] = {}
     for rank, events in history.by_rank("split").items():
         for key, event in numbered(events):
@@ -252,7 +252,7 @@ def _splits(history: History) -> list[dict[int, Event]]:
 
 
 def _drawn_apart(history: History, sizes: set[Any]) -> Event | None:
-    """The call that took as many, but other, samples on each rank: one of these sizes, or else the only such line."""
+    """The call that took different samples on each rank, equally many: of one of these sizes, or the only such line."""
     found = [each for each in _splits(history) if len(each) == len(history.ranks) > 1]
     found = [each for each in found if not differ({rank: event["lengths"] for rank, event in each.items()})]
     apart = [next(iter(s.values())) for s in found if differ({rank: event["digest"] for rank, event in s.items()})]
@@ -262,21 +262,21 @@ def _drawn_apart(history: History, sizes: set[Any]) -> Event | None:
 
 
 def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
-    """True if one data set is dealt to these ranks, each with a part of its own."""
+    """True if one data set is dealt to these ranks, each with its own shard."""
     parts = {(it.begin.get("distributed") or {}).get("rank") for it in by_rank.values()}
     return len(by_rank) > 1 and all(it.shards == len(by_rank) for it in by_rank.values()) and len(parts) == len(by_rank)
 
 
 def _split(event: Event, ranks: tuple[int, ...], what: str) -> Finding:
-    evidence = f"{what} drew other indices on {named(ranks)}, and ranks then share the part as if they were the same"
-    cause = "the split depends on the rank's random numbers: training samples of one are validation samples of another"
-    remedy = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or split before ranks begin"
+    evidence = f"{what} drew different indices on {named(ranks)}, but a sampler deals them out as if they were equal"
+    cause = "the split depends on each rank's random state: one rank trains on samples that another validates on"
+    remedy = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or split before ranks start"
     return Finding("LS103", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
 
 
 @rule("LS104", "uneven-loaders", "ranks have different numbers of batches")
 def uneven_loaders(history: History) -> Iterable[Finding] | str:
-    """Training loaders that give ranks of one group different numbers of batches, so that collectives do not match."""
+    """Training loaders with different numbers of batches on the ranks of a group, so that collectives do not match."""
     groups, found = replicas(history), iterations(history)
     if not groups:
         return _NO_GROUP
@@ -298,7 +298,7 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     lengths = {rank: it.begin.get("batches") for rank, it in its.items()}
     ends = {rank: it.end for rank, it in its.items()}
     backwards = {rank: end.get("backwards", 0) for rank, end in ends.items() if end}
-    left = [event for event in history.of("exit") if event["rank"] in its]  # the end of a last epoch may be missing
+    left = [event for event in history.of("exit") if event["rank"] in its]  # the last epoch's end may be missing
     if any(event.get("joined") for event in [*ends.values(), *left] if event) or not _exchange(history, its):
         return []
     given = {rank: end["batches"] for rank, end in ends.items() if end}
@@ -316,8 +316,8 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     first = next(iter(its.values()))
     evidence = shown + (f"; backward passes: {each_rank(backwards)}" if differ(backwards) else "")
     sizes = {rank: it.begin.get("dataset_size") for rank, it in its.items()}
-    cause = f"each rank has a data set of its own size: {each_rank(sizes)}" if differ(sizes) else None
-    remedy = "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
+    cause = f"each rank has its own size of data set: {each_rank(sizes)}" if differ(sizes) else None
+    remedy = "use a DistributedSampler over one data set (it makes shards equal), stop all ranks at the fewest "
     remedy += "batches, or `with model.join():`"
     return [Finding("LS104", place(_made(first)), evidence, cause, remedy, tuple(its), first.begin["step"])]
 
@@ -332,9 +332,9 @@ def _exchange(history: History, its: dict[int, Iteration]) -> bool:
     return any(counts.values()) or not any(history.of("step"))
 
 
-@rule("LS105", "own-data-set", "ranks share out data sets that are not the same")
+@rule("LS105", "own-data-set", "a sampler deals data sets that differ between ranks")
 def own_data_set(history: History) -> Iterable[Finding] | str:
-    """A sampler that deals one data set to all ranks, over data sets of other size or content."""
+    """A sampler that deals one data set to all ranks, although sizes or contents differ."""
     findings, probed = [], probes(history)
     dealt = [by_rank for e in iterations(history).values() for by_rank in list(e.values())[:1] if _is_dealt(by_rank)]
     for by_rank in dealt:
@@ -346,23 +346,23 @@ def own_data_set(history: History) -> Iterable[Finding] | str:
         if evidence:
             first = next(iter(by_rank.values()))
             drawn = _drawn_apart(history, {*sizes.values()})
-            cause = "each rank makes a data set of its own, and the sampler takes another part of each"
+            cause = "each rank makes its own data set, and the sampler takes a different shard of each"
             remedy = "make the data set from a fixed seed or one file, or read it on rank 0 and broadcast it"
             if drawn:
                 call = f"{drawn.get('by', 'random_split')}()"
-                cause = f"{call} took other samples on each rank, and the sampler takes another part of each"
-                remedy = f"give {call}, or what draws its indices, the same seed on all ranks"
+                cause = f"{call} took different samples on each rank, and the sampler takes a different shard of each"
+                remedy = f"seed {call}, or whatever draws its indices, equally on all ranks"
             at = place(drawn.get("at") if drawn else _made(first))
             findings.append(Finding("LS105", at, evidence, cause, remedy, tuple(by_rank), 0))
     if findings or probed:
         return list({finding.where: finding for finding in reversed(findings)}.values())
-    return "contents of data sets were not compared" if dealt else "no sampler deals a data set to ranks"
+    return "the contents of data sets were not compared" if dealt else "no sampler deals a data set to ranks"
 
 
 def _other_contents(event: Event, by_rank: dict[int, list[list[Any]]]) -> str | None:
-    """Evidence where samples have other contents on each rank, in all of their fields, such as inputs and labels.
+    """Evidence if samples have different contents on each rank, in all of their fields, such as inputs and labels.
 
-    What augments inputs of its own on each rank leaves the labels as they are.
+    A rank that only augments its inputs leaves the labels as they are.
     """
     rows = list(zip(*by_rank.values(), strict=False))
     fields = [list(zip(*row, strict=False)) for row in rows]
@@ -373,12 +373,12 @@ def _other_contents(event: Event, by_rank: dict[int, list[list[Any]]]) -> str | 
     is_wide = len(known) > 1 or event.get("dataset") == "TensorDataset"
     if not (is_wide and all(map(any, other)) and any(map(all, other)) and len(rows) > 1):
         return None
-    return f"samples of the same number, read at the end, have other contents on {named(by_rank)}, in all fields"
+    return f"samples with equal indices, read at the end, have different contents on {named(by_rank)}, in all fields"
 
 
 @rule("LS106", "whole-data", "every rank trains on the whole data set", "warning")
 def whole_data(history: History) -> Iterable[Finding] | str:
-    """Loaders without a part for each rank, whose ranks shuffle in different ways: an epoch is N epochs."""
+    """Loaders without a shard for each rank, shuffled differently on each rank: one epoch is N epochs."""
     groups, found = replicas(history), iterations(history)
     if not groups:
         return _NO_GROUP
@@ -395,7 +395,7 @@ def whole_data(history: History) -> Iterable[Finding] | str:
             subsets = differ({rank: (it.begin.get("subset"), it.begin.get("dataset_size")) for rank, it in its.items()})
             if all(whole) and differ(orders) and not subsets:
                 findings.append(_whole(next(iter(its.values())), tuple(its)))
-    return findings if seen else "no loader gave every rank a whole epoch without a sampler that deals it"
+    return findings if seen else "no loader without a distributed sampler gave every rank a whole epoch"
 
 
 def _is_whole(iteration: Iteration) -> bool:
@@ -405,7 +405,7 @@ def _is_whole(iteration: Iteration) -> bool:
 
 def _whole(iteration: Iteration, ranks: tuple[int, ...]) -> Finding:
     size = iteration.begin.get("dataset_size")
-    evidence = f"each of {named(ranks)} read all of {size} indices in one epoch, in an order of its own"
-    cause = f"no DistributedSampler around this {line(_made(iteration))} loader, unless each rank reads other files"
-    remedy = "sampler=DistributedSampler(dataset): or `# lockstep: ignore[LS106]` where each rank has files of its own"
+    evidence = f"each of {named(ranks)} read all {size} indices in one epoch, in its own order"
+    cause = f"no DistributedSampler around this {line(_made(iteration))} loader, unless each rank reads different files"
+    remedy = "sampler=DistributedSampler(dataset), or `# lockstep: ignore[LS106]` if each rank has its own files"
     return Finding("LS106", place(_made(iteration)), evidence, cause, remedy, ranks, iteration.begin["step"])

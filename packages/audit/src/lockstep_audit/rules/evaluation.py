@@ -15,17 +15,17 @@ from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, 
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _UNEQUAL = 1.25
-"""Parts whose sizes differ by this factor are unequal."""
+"""Shards whose sizes differ by this factor are unequal."""
 _WHOLE = 1e-6
 _FEW = 12
-"""A file with so few lines may have as many as there are samples by chance."""
+"""A file with at most this many lines may have as many as there are samples by chance."""
 _WAITS = ("barrier", "monitored_barrier")
 """Collectives that exchange nothing."""
 
 
-@rule("LS601", "eval-duplicates", "an evaluation counts samples twice, or leaves some out", "warning")
+@rule("LS601", "eval-duplicates", "an evaluation counts samples twice or leaves some out", "warning")
 def eval_duplicates(history: History) -> Iterable[Finding] | str:
-    """Padding of a sampler that an evaluation counts, unless the script takes duplicates out."""
+    """Padding of a sampler that an evaluation counts, unless the script removes duplicates."""
     findings, seen = list[Finding](), False
     for epochs in iterations(history).values():
         whole = (by_rank for by_rank in epochs.values() if all(it.is_complete for it in by_rank.values()))
@@ -43,9 +43,9 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
                 continue
-            evidence = f"{given} samples were evaluated on {named(its)}, and the data set has {size}"
-            cause = "the sampler repeats samples until all ranks have equally many"
-            remedy = "indices without padding (range(rank, len(dataset), world_size)), or take the repeated samples out"
+            evidence = f"{given} samples were evaluated on {named(its)}, but the data set has {size}"
+            cause = "the sampler repeats samples so that all ranks have equally many"
+            remedy = "indices without padding (range(rank, len(dataset), world_size)), or remove the repeated samples"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
             gathers = list(history.of("gather", rank=first.begin["rank"]))
             if any(
@@ -55,14 +55,14 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
             for gather in gathers:
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
                     cause += f", and gather() at {line(gather.get('at'))} keeps them"
-                    at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which takes them out"
+                    at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which removes them"
                     break
             findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
-    return findings if seen else "no evaluation on data that a sampler deals to ranks"
+    return findings if seen else "no evaluation of data that a sampler deals to ranks"
 
 
 def _dropped(by_rank: dict[int, Iteration], history: History) -> list[Finding]:
-    """Samples that no rank evaluates, because samplers or batches drop the last."""
+    """Samples that no rank evaluates, because a sampler or loader drops the last ones."""
     its = [it for it in by_rank.values() if it.is_complete and not it.is_training and it.begin.get("drop_last")]
     its = [it for it in its if (it.end or {}).get("forwards_eval")]
     if not its or len(its) < its[0].shards:
@@ -74,12 +74,12 @@ def _dropped(by_rank: dict[int, Iteration], history: History) -> list[Finding]:
         return []
     rests = [event for event in history.of("loader", rank=first.begin["rank"]) if event.get("subset")]
     if any(e["step"] == first.begin["step"] and e.get("dataset_size") == size - given for e in rests):
-        return []  # another loop evaluates those that are left out
+        return []  # another loop evaluates the rest
     at = first.begin.get("made_at") or first.begin.get("at")
     at = first.begin.get("sampler_at", at) if dealt.get("drop_last") else at
-    evidence = f"{given} samples were evaluated, and the data set has {size}"
-    cause = "drop_last=True leaves out the last samples: of a rank, or of the sampler"
-    remedy = "drop_last=False in evaluations"
+    evidence = f"{given} samples were evaluated, but the data set has {size}"
+    cause = "drop_last=True drops the last samples of a rank, or of the sampler"
+    remedy = "set drop_last=False for evaluations"
     return [Finding("LS601", place(at), evidence, cause, remedy, tuple(by_rank), first.begin["step"])]
 
 
@@ -105,8 +105,8 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names and len(digests) > 1:
             evidence = f"{len(names)} buffers differ between {named(digests)}: {some(names)}"
-            cause = "each rank has the statistics of its own batches since the last forward pass in training"
-            remedy = "broadcast the buffers of rank 0 before an evaluation, or torch.nn.SyncBatchNorm"
+            cause = "each rank holds the statistics of its batches since the last training forward pass"
+            remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
             at, step = place(places[model].get("at")), places[model]["step"]
             findings.append(Finding("LS602", at, evidence, cause, remedy, tuple(digests), step))
     return findings if seen else "no wrapped model with buffers was evaluated after training"
@@ -114,7 +114,7 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
 
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
 def buffers_part(history: History) -> Iterable[Finding] | str:
-    """Averages of a layer's own, such as a codebook, that each rank computes from its own batches."""
+    """A layer's averages, such as a codebook, that each rank computes from its own batches."""
     apart = [wrap for wrap in history.of("wrap") if wrap.get("synced") is False and wrap.get("buffers")]
     local = {(wrap["rank"], str(wrap["model"])): wrap for wrap in apart}
     ends = {event["rank"]: event.get("buffers") or {} for event in history.of("exit")}
@@ -125,37 +125,37 @@ def buffers_part(history: History) -> Iterable[Finding] | str:
         names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
         if rank == group[0] and all(found.values()) and names:
             evidence = f"at the end, {len(names)} buffers differ between {named(group)}: {some(names)}"
-            cause = "a layer computes them from the batches of its rank, and broadcast_buffers=False leaves them so"
-            remedy = "all_reduce what the layer adds up, before it changes the buffers"
+            cause = "a layer computes them from its rank's batches, and broadcast_buffers=False leaves them different"
+            remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
     is_seen = local or any(history.of("own_buffers"))
-    return [*findings, *overwritten(history)] if is_seen else "no layer of the script has buffers of its own"
+    return [*findings, *overwritten(history)] if is_seen else "no layer of the script has buffers"
 
 
-@rule("LS603", "integer-mean", "a mean of whole numbers is rounded down")
+@rule("LS603", "integer-mean", "a mean of integers is rounded down")
 def integer_mean(history: History) -> Iterable[Finding] | str:
-    """A sum over ranks that is divided as a whole number."""
+    """A sum over ranks that is divided as an integer."""
     findings: list[Finding] = []
     for event in history.of("collective"):
         if event.get("divided_integer"):
             world = len(history.ranks)
             evidence = f"{event.get('op')} of {event.get('dtype')}: the division by {world} left a remainder"
-            cause = "the tensor holds whole numbers, so its mean does, too"
-            remedy = "tensor.float() before the reduction"
+            cause = "the tensor holds integers, so its mean is an integer, too"
+            remedy = "call tensor.float() before the reduction"
             at, ranks = place(event.get("at")), tuple(history.ranks)
             findings.append(Finding("LS603", at, evidence, cause, remedy, ranks, event["step"]))
     for event in history.of("floor_division"):
         if event.get("remainder"):
             evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
             at, ranks = place(event.get("at")), tuple(history.ranks)
-            remedy = "divide with /, or add counts and divide once"
+            remedy = "divide with /, or add up counts and divide once"
             findings.append(Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"]))
     return findings if any(history.of("collective")) else "no collective was seen in Python"
 
 
 @rule("LS604", "mean-of-means", "a metric is a mean of unequal means", "warning")
 def mean_of_means(history: History) -> Iterable[Finding] | str:
-    """A mean over batches or ranks that gives a small part the weight of a large one."""
+    """A mean over batches or ranks that gives a small part the same weight as a large one."""
     findings: list[Finding] = []
     turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
     for event in history.of("collective"):
@@ -167,12 +167,12 @@ def mean_of_means(history: History) -> Iterable[Finding] | str:
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
         if words:
             file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
-            remedy = "add the sums and the counts of all batches and ranks, and divide once"
-            cause = "the parts have unequal sizes, and each mean has the same weight"
-            cause = "a root or an exponential of a mean is no mean" if "()" in words else cause
+            remedy = "add up the sums and counts of all batches and ranks, and divide once"
+            cause = "the parts have unequal sizes, but each mean has the same weight"
+            cause = "a mean of roots or exponentials is not that of the mean" if "()" in words else cause
             at, ranks = Place(file, row, function), tuple(by_rank)
             findings.append(Finding("LS604", at, words, cause, remedy, ranks, step))
-    return findings if turns else "no single number was exchanged by ranks"
+    return findings if turns else "ranks exchanged no single number"
 
 
 def _unequal_means(firsts: dict[int, Event]) -> str | None:
@@ -185,20 +185,20 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
         return words + f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
     numbers = {rank: mean["numbers"] for rank, mean in means.items()}
     if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
-        return f"each rank gives a mean of its own, of so many numbers: {each_rank(numbers)}"
+        return f"each rank contributes its own mean, over this many numbers: {each_rank(numbers)}"
     return None
 
 
 def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
-    """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
+    """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
-        return f"each rank gives a result of {name}() of its own part, and the mean of these is not that of the whole"
+        return f"each rank contributes {name}() of its shard, and the mean of these is not that of the whole"
     ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
     if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
         shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
-        return f"each rank gives a quotient of its own, which was divided by {shown}"
+        return f"each rank contributes its own quotient, which was divided by {shown}"
     counts: dict[int, int] = {}
     for rank, event in firsts.items():
         ends = [e for e in history.of("loader_end", rank=rank) if e["number"] < event["number"]]
@@ -209,13 +209,13 @@ def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
             return None
         counts[rank] = count
     if len(counts) > 1 and differ(counts):
-        return f"each rank gives a share of its own samples, of {each_rank(counts)}"
+        return f"each rank contributes a fraction of its samples: {each_rank(counts)}"
     return None
 
 
-@rule("LS605", "metric-of-one-rank", "a metric of one rank's part is logged", "warning")
+@rule("LS605", "metric-of-one-rank", "a metric of one rank's shard is logged", "warning")
 def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
-    """self.log in an evaluation, of Lightning without sync_dist, or of a Trainer: another number on each rank."""
+    """self.log in an evaluation, in Lightning without sync_dist, or by a Trainer: a different number on each rank."""
     told: dict[tuple[Any, ...], dict[int, list[float]]] = {}
     for event in history.of("log"):
         if not event["exchanged"] and not event.get("only_zero") and not event.get("is_training"):
@@ -228,21 +228,21 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
             turns = [dict(zip(by_rank, turn, strict=True)) for turn in zip(*by_rank.values(), strict=False)]
             firsts: dict[int, float] = next(filter(differ, turns), {})
             evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in firsts.items()})}"
-            evidence = evidence if firsts else f"ranks logged {name} unequally often"
-            cause = "each rank logs its own part; what is shown, kept as the best or stopped by is that of rank 0"
-            remedy = f'self.log("{name}", ..., sync_dist=True), or a metric of torchmetrics'
+            evidence = evidence if firsts else f"ranks logged {name} a different number of times"
+            cause = "each rank logs its own shard; logs, the best checkpoint and early stopping use rank 0's value"
+            remedy = f'self.log("{name}", ..., sync_dist=True), or a torchmetrics metric'
             if name in of_trainers:
-                remedy = "accelerator.gather_for_metrics of what the metric is computed from"
+                remedy = "call accelerator.gather_for_metrics on the inputs of the metric"
             if name in deciding:
-                cause = "each rank has the metric of its part, and ranks may take different checkpoints for the best"
+                cause = "each rank has the metric of its shard, so ranks may choose different best checkpoints"
             findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
     parts, seen = _parts_apart(history)
     parts, is_known = [*parts, *_statistics(history)], seen or any(history.of("log"))
-    return [*findings, *parts] if is_known else "no evaluation on data that a sampler deals to ranks"
+    return [*findings, *parts] if is_known else "no evaluation of data that a sampler deals to ranks"
 
 
 def _statistics(history: History) -> list[Finding]:
-    """Numbers of training that a Trainer logs at the same step, another on each rank."""
+    """Training statistics that a Trainer logs at the same step, with a different value on each rank."""
     told: dict[tuple[Any, ...], dict[int, float]] = {}
     for event in history.of("log"):
         if event.get("is_training"):
@@ -253,15 +253,15 @@ def _statistics(history: History) -> list[Finding]:
         least, most = min(by_rank.values()), max(by_rank.values())
         if len(by_rank) == len(history.ranks) and most - least > _WHOLE * max(abs(least), abs(most)):
             evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in by_rank.items()})}"
-            cause = "each rank counts its own batches; what is shown and kept is that of rank 0"
-            remedy = 'accelerator.reduce(..., reduction="sum") of the sums and the counts, before one divides'
+            cause = "each rank counts its own batches; rank 0's value is shown and kept"
+            remedy = 'accelerator.reduce(..., reduction="sum") of the sums and the counts, before dividing'
             at, ranks = Place(file, row, function), tuple(by_rank)
             findings.append(Finding("LS605", at, evidence, cause, remedy, ranks, step))
     return findings
 
 
 def _parts_apart(history: History) -> tuple[list[Finding], bool]:
-    """Evaluations of a part on each rank after which nothing is exchanged, and nothing is written for each rank."""
+    """Evaluations of a shard on each rank after which nothing is exchanged and no rank writes its own results."""
     findings, seen = list[Finding](), False
     by_trainer = uses(history, "transformers")
     groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
@@ -272,9 +272,11 @@ def _parts_apart(history: History) -> tuple[list[Finding], bool]:
             continue
         by_rank, first = turns[0], next(iter(turns[0].values()))
         samples = each_rank({rank: (it.end or {}).get("samples") for rank, it in by_rank.items()})
-        evidence = f"an evaluation on a part of the data ({samples} samples), and no collective until training goes on"
-        cause = "each rank has the metric of its own part; what is shown, kept as the best or stopped by is that part's"
-        remedy = "all_reduce the sums and the counts of the evaluation, and divide once"
+        evidence = (
+            f"an evaluation of a shard of the data ({samples} samples), and no collective before training continues"
+        )
+        cause = "each rank has the metric of its shard; logs, the best checkpoint and early stopping use one shard"
+        remedy = "all_reduce the evaluation's sums and counts, and divide once"
         at = place(first.begin.get("at"))
         rows = sources.returns(at.file, at.line) if at else []
         at = at._replace(line=rows[0]) if at and rows else at
@@ -283,7 +285,7 @@ def _parts_apart(history: History) -> tuple[list[Finding], bool]:
 
 
 def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ...]], by_trainer: bool) -> bool:
-    """True if ranks of a group each evaluate a part of their own with the model that they train."""
+    """True if the ranks of a group each evaluate their own shard with the model that they train."""
     its = list(by_rank.values())
     parts = {rank: (it.begin.get("subset"), it.shards) for rank, it in by_rank.items()}
     is_whole = all(it.is_complete and not it.is_training for it in its)
@@ -294,7 +296,7 @@ def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ..
 
 
 def _exchanged(history: History, it: Iteration) -> bool:
-    """True if a rank exchanged anything in Python, or wrote a file, from the beginning of an evaluation to training."""
+    """True if a rank exchanged anything in Python, or wrote a file, between the start of an evaluation and training."""
     later = [e["number"] for e in history.of("step", rank=it.begin["rank"]) if e["number"] > it.begin["number"]]
     end = min(later, default=float("inf"))
     loops = {str(e.get("at")) for e in history.of("loader")}  # there Accelerate exchanges the states of generators
@@ -303,9 +305,9 @@ def _exchanged(history: History, it: Iteration) -> bool:
     return any(e["kind"] == "collective" or e["rank"] != min(history.ranks) for e in told)  # rank 0 saves checkpoints
 
 
-@rule("LS607", "predictions-of-one-rank", "a file has the part of one rank instead of all data", "warning")
+@rule("LS607", "predictions-of-one-rank", "a file has the rows of one rank instead of all data", "warning")
 def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
-    """Rows that one rank writes of its own samples, after a loop over data that a sampler deals to ranks."""
+    """Rows that one rank writes for its own samples, after a loop over data that a sampler deals to ranks."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
     saves = {(e["rank"], e["path"]): e for e in history.of("save") if (e["rank"], e.get("path")) in rows}
     turns = [by_rank for epochs in iterations(history).values() for by_rank in epochs.values()]
@@ -319,17 +321,17 @@ def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
             it = by_rank[rank]
             samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
             evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {line(save.get('at'))}, has {lines} "
-            evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the sampler dealt samples to "
-            evidence += f"{named([rank])}, and the data set has {size}"
-            cause = "no collective gathers what the other ranks computed, and they wrote no file"
-            remedy = "dist.all_gather_object of the rows before one rank writes them, or a file for each rank"
+            evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the samples of "
+            evidence += f"{named([rank])}, but the data set has {size}"
+            cause = "no collective gathers the results of the other ranks, and they wrote no file"
+            remedy = "dist.all_gather_object the rows before one rank writes them, or write a file for each rank"
             at = place(it.begin.get("at"))
             findings.append(Finding("LS607", at, evidence, cause, remedy, tuple(by_rank), save["step"]))
-    return findings if turns and saves else "no file of rows, or no loop over data dealt to ranks"
+    return findings if turns and saves else "no file of rows, or no loop over data that is dealt to ranks"
 
 
 def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, Iteration]) -> bool:
-    """True if one rank wrote as many lines as it was given samples, and had nothing of the others."""
+    """True if one rank wrote as many lines as it had samples, and received nothing from the others."""
     it, rank = by_rank[save["rank"]], save["rank"]
     end, samples, size = it.end or {}, (it.end or {}).get("samples") or 0, it.begin.get("dataset_size") or 0
     is_whole = it.is_complete or end.get("batches") == it.begin.get("batches")
@@ -350,8 +352,8 @@ def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, It
 def data_parallel(history: History) -> Iterable[Finding] | str:
     """The wrapper of one process for several GPUs."""
     found = [event for event in history.of("wrap") if event["how"] == "data_parallel"]
-    remedy = "DistributedDataParallel with a process for each GPU: torchrun --nproc-per-node N"
-    cause = "it copies the model to all GPUs in each step, in threads of one process"
+    remedy = "use DistributedDataParallel with one process per GPU: torchrun --nproc-per-node N"
+    cause = "it copies the model to all GPUs in each step, in the threads of one process"
     evidence = "the model is wrapped in DataParallel"
     return [Finding("LS802", place(e.get("at")), evidence, cause, remedy, (e["rank"],), 0) for e in found[:1]]
 
@@ -372,7 +374,7 @@ def shared_gpu(history: History) -> Iterable[Finding] | str:
     findings = []
     for (_, uuid), ranks in shared.items():
         evidence = f"{each_rank(dict.fromkeys(ranks, f'GPU {uuid}'))}"
-        cause = "no torch.cuda.set_device(local_rank): every rank takes cuda:0"
-        remedy = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything uses the GPU'
+        cause = "torch.cuda.set_device(local_rank) is missing: every rank uses cuda:0"
+        remedy = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything uses the GPU'
         findings.append(Finding("LS801", place(places[ranks[0]]), evidence, cause, remedy, tuple(ranks), 0))
     return findings if by_gpu else "no rank used a GPU"

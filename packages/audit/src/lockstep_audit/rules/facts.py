@@ -1,4 +1,4 @@
-"""What several rules ask of a history: which ranks train together, and which events of two ranks belong together."""
+"""Queries that several rules make: which ranks train together, and which events of two ranks correspond."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep_audit.events import Event, History
 from lockstep_audit.findings import Finding, Place, Rule
 
 Key = tuple[str, int, int]
-"""An object of the script: file and line that made it, and its number among those that this line made."""
+"""An object of the script: the file and line that made it, and its number among those that this line made."""
 RULES: list[Rule] = []
 """All rules whose modules are imported."""
 _REPLICAS = ("ddp", "fsdp1", "fsdp2")
@@ -22,7 +22,7 @@ Check = Callable[[History], Iterable[Finding] | str]
 
 
 def rule(id: str, name: str, title: str, severity: Literal["error", "warning"] = "error") -> Callable[[Check], Check]:
-    """Make a function the check of a rule, which says each line once, with the ranks of all that it found there."""
+    """Make a function the check of a rule. Each line is reported once, with the ranks of all its findings."""
 
     def add(check: Check) -> Check:
         def each_line_once(history: History) -> Iterable[Finding] | str:
@@ -62,7 +62,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """The first few of some names, and how many there are more."""
+    """The first few of some names, and how many more there are."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
@@ -76,7 +76,7 @@ def each_rank(values: Mapping[int, object]) -> str:
 
 
 def differ(values: Mapping[int, object]) -> bool:
-    """True if two ranks have different values. NaN is like NaN."""
+    """True if two ranks have different values. NaN equals NaN."""
     first = next(iter(values.values()), None)
     return any(value != first and repr(value) != repr(first) for value in values.values())
 
@@ -95,7 +95,7 @@ def replicas(history: History, *hows: str) -> list[tuple[int, ...]]:
     """Groups of ranks that train one model together, on different data.
 
     Args:
-        hows: only those of these wrappers. Without: of any wrapper, and of scripts that average gradients themselves.
+        hows: only groups of these wrappers. Without: of any wrapper, and of scripts that average gradients themselves.
     """
     wraps = [wrap for wrap in history.of("wrap") if wrap["how"] in (hows or _REPLICAS)]
     groups = {group_of(history, wrap) for wrap in wraps}
@@ -105,7 +105,7 @@ def replicas(history: History, *hows: str) -> list[tuple[int, ...]]:
 
 
 def keys(history: History, kind: str, what: str, made: str = "made_at") -> dict[tuple[int, int], Key]:
-    """The object that an id means, by rank and id. Objects of two ranks with the same key belong together."""
+    """The object that an id refers to, by rank and id. Objects of two ranks with the same key correspond."""
     found: dict[tuple[int, int], Key] = {}
     numbers: dict[tuple[int, str, int], int] = defaultdict(int)
     for event in history.of(kind):
@@ -148,7 +148,7 @@ def passes(event: Event) -> list[Event]:
 
 
 def optimizer_at(history: History, key: Key) -> Sequence[Any] | None:
-    """The line that made an optimizer, or else that of its first step."""
+    """The line that made an optimizer, or the line of its first step."""
     known = keys(history, "optimizer", "optimizer")
     for event in history.of("optimizer"):
         if known.get((event["rank"], event["optimizer"])) == key:

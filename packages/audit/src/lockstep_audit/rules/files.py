@@ -1,4 +1,4 @@
-"""Rules on files: who writes them, and what goes on from them."""
+"""Rules on files: which ranks write them, and what resumes from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NO_PREVIOUS = "no earlier run to compare with (--previous)"
 _STATELESS = ("SGD",)
 _FEW = 8
 _DRAWN = 3
-"""So many steps whose inputs are those of the earlier run show that a run draws them again."""
+"""This many steps with the inputs of the earlier run show that a run draws them again."""
 _PREFIXES = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "base_model.model.")
 _LISTED = 30
-"""So many names of missing and unexpected keys are in an event."""
+"""The most names of missing and unexpected keys in an event."""
 
 
 def _together(history: History) -> list[list[Event]]:
-    """Writes of one path by several ranks of one host at the same step."""
+    """Writes to one path by several ranks of one host at the same step."""
     hosts = {event["rank"]: event.get("host") for event in history.of("start")}
     found: dict[Any, dict[int, Event]] = defaultdict(dict)
     for event in history.of("save"):
@@ -44,9 +44,9 @@ def _written(history: History, id: str, saved: bool) -> list[Finding] | str:
             continue
         how = event.get("how")
         evidence = f"{named(ranks)} wrote {os.path.basename(path)} at step {event['step']} with {how} ({path})"
-        cause = "each rank writes, and the writes may mix" if saved else "each rank empties the file of the others"
-        cause = "each rank appends its own rows" if str(event.get("mode")).startswith("a") else cause
-        remedy = "`if dist.get_rank() == 0:` around the write, and a barrier before others read; or a file a rank"
+        cause = "every rank writes, and the writes may mix" if saved else "every rank truncates the file of the others"
+        cause = "every rank appends its own rows" if str(event.get("mode")).startswith("a") else cause
+        remedy = "put `if dist.get_rank() == 0:` around the write, and a barrier before others read; or a file per rank"
         findings[at] = Finding(id, place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
     any_save = any((event.get("how") != "open") == saved for event in history.of("save"))
     return list(findings.values()) if any_save else "the script wrote no such file"
@@ -65,7 +65,7 @@ def text_race(history: History) -> Iterable[Finding] | str:
 
 
 def _resumed(history: History) -> list[tuple[Event, Event]]:
-    """Loads of files that the earlier run has saved: the load and the last save of that path."""
+    """Loads of files that the earlier run saved: the load and the last save of that path."""
     if history.previous is None:
         return []
     saves = {str(event.get("path")): event for event in history.previous.of("save")}
@@ -77,21 +77,21 @@ def _resumed(history: History) -> list[tuple[Event, Event]]:
 
 
 def _trained(history: History, rank: int) -> list[tuple[Key, Iteration]]:
-    """The training iterations of a rank, in their order."""
+    """The training iterations of a rank, in order."""
     turns = [(key, by_rank) for key, epochs in iterations(history).items() for by_rank in epochs.values()]
     found = [(key, by_rank[rank]) for key, by_rank in turns if rank in by_rank]
     found = [(key, it) for key, it in found if it.is_training or it.end is None]
     return sorted(found, key=lambda each: int(each[1].begin["number"]))
 
 
-@rule("LS703", "resume-samples", "a resumed run repeats samples or leaves some out")
+@rule("LS703", "resume-samples", "a resumed run repeats or skips samples")
 def resume_samples(history: History) -> Iterable[Finding] | str:
-    """The samples after a checkpoint was loaded, against those that the earlier run used before it was saved."""
+    """The samples after a checkpoint was loaded, compared with those that the earlier run used before it was saved."""
     resumed = _resumed(history)
     if left_out := _left_out_again(history):
         return left_out
     if history.previous is None or not resumed:
-        return _NO_PREVIOUS if history.previous is None else "no file of the earlier run was loaded"
+        return _NO_PREVIOUS if history.previous is None else "the run loaded no file of the earlier run"
     load, save = resumed[0]
     writer, rank = save["rank"], load["rank"]
     before = [(key, it) for key, it in _trained(history.previous, writer) if it.begin["number"] < save["number"]]
@@ -103,7 +103,7 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     if found is None:
         return []
     evidence, cause = found
-    remedy = "save the epoch and the position in it, go on from the next epoch, or skip the batches that were used"
+    remedy = "save the epoch and the position in it; resume at the next epoch, or skip the batches that were used"
     begin = after[0][1].begin
     sets = [e for e in history.of("set_epoch", rank=begin["rank"]) if e["number"] < begin["number"] and e.get("at")]
     at = place((sets[-1]["at"] if sets else None) or begin.get("at") or load.get("at"))
@@ -111,25 +111,25 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
 
 
 def _drawn_again(history: History, load: Event, save: Event) -> list[Finding]:
-    """A run that goes on, without a loader, and that begins with the inputs of the first steps of the earlier run."""
+    """A resumed run without a loader whose first inputs are those of the first steps of the earlier run."""
     runs = (history, history.previous)
     mine, first = ([e["digest"] for e in run.of("inputs", rank=load["rank"])] if run else [] for run in runs)
     count = min(len(mine), len(first), save["step"])
     if count < _DRAWN or mine[:count] != first[:count] or len(set(mine[:count])) < count:
         return []
-    evidence = f"the inputs of the first {count} steps that were looked at are those of the earlier run's first steps"
-    cause = "the generators are seeded anew, and the position in the data is not restored"
-    remedy = "save and restore the states of the generators, or seed by the step that the run goes on from"
+    evidence = f"the inputs of the first {count} examined steps equal those of the earlier run's first steps"
+    cause = "the generators are seeded again, and the position in the data is not restored"
+    remedy = "save and restore the states of the generators, or seed by the step at which the run resumes"
     return [Finding("LS703", place(load.get("at")), evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 
 def _repeated(
     before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration], save: Event, batches: int, passed_over: int
 ) -> tuple[str, str] | None:
-    """Evidence and cause where the first epoch of a run uses samples again, behind the batches that it passes over.
+    """Evidence and cause if the first epoch of a run uses samples again, after the batches that it skips.
 
     Args:
-        batches: of the last iteration before the save, how many steps had used.
+        batches: how many of the last iteration before the save steps had used.
     """
     key, again = after
     same = [it for other, it in before if other[1:] == key[1:]] or [it for _, it in before]
@@ -141,32 +141,32 @@ def _repeated(
             length = min(len(it.indices), len(fresh))
             if _is_shuffled(it) and length >= _FEW and it.indices[:length] == fresh[:length]:
                 number = (it.begin.get("distributed") or {}).get("epoch", it.begin.get("epoch"))
-                evidence = f"the file was saved after epoch {number}, and the first {length} indices here are its own"
-                return evidence, "the run begins with an epoch that was over when the checkpoint was saved"
+                evidence = f"the file was saved after epoch {number}, and its first {length} indices come again"
+                return evidence, "the run starts with an epoch that was complete when the checkpoint was saved"
         return _left_out(same, again)
     used = [index for number in range(batches) for index in last.batches.get(number, ())]
     repeated = [index for index in fresh[: len(used)] if index in set(used)]
     if used and len(repeated) > len(used) // 2 and len(last.indices) > len(used):
         evidence = f"of {len(used)} samples before the save, {len(repeated)} come again: {some(map(str, repeated), 5)}"
-        return evidence, "the run begins the epoch anew, and the position in it is not restored"
+        return evidence, "the run starts the epoch again: the position in it is not restored"
     rest = last.indices[len(used) :]
     begun = fresh[: len(rest)]
     others = [index for index in begun if index not in set(rest)]
     if used and last.is_complete and len(begun) >= _FEW and 4 * len(others) > len(begun):
-        evidence = f"of {len(rest)} samples that were left of the epoch, the run begins with {len(others)} others"
-        return evidence, "the position in the epoch is restored, and its order is that of another epoch"
+        evidence = f"{len(rest)} samples were left of the epoch, but the run starts with {len(others)} others"
+        return evidence, "the position in the epoch is restored, but its order is that of a different epoch"
     return None
 
 
 def _left_out(before: list[Iteration], again: Iteration) -> tuple[str, str] | None:
-    """Evidence where a run goes on after an epoch that nobody has trained."""
+    """Evidence if a run resumes after an epoch that was never trained."""
     epochs = [(it.begin.get("distributed") or {}).get("epoch") for it in (*before, again)]
     known = [epoch for epoch in epochs if isinstance(epoch, int)]
     is_counted = len(known) == len(epochs) and len(known) > 2 and known[:-1] == list(range(known[0], known[-2] + 1))
     if not is_counted or known[-1] <= known[-2] + 1:
         return None
-    evidence = f"the file was saved after epoch {known[-2]}, and this run begins with epoch {known[-1]}"
-    return evidence, "the number of the next epoch is counted twice"
+    evidence = f"the file was saved after epoch {known[-2]}, and this run starts with epoch {known[-1]}"
+    return evidence, "the number of the next epoch is incremented twice"
 
 
 def _is_shuffled(iteration: Iteration) -> bool:
@@ -177,12 +177,12 @@ def _used(history: History, it: Iteration, save: Event) -> int:
     """How many batches of an iteration the steps before a save had used. A framework draws one ahead of its use."""
     steps = [e for e in history.of("step", rank=save["rank"]) if it.begin["number"] < e["number"] < save["number"]]
     given = sum(micro["loader"] == it.begin["loader"] for e in steps for micro in e.get("micro_batches") or ())
-    trained = sum(len(passes(e)) for e in steps)  # twice as many where two networks train on each batch
+    trained = sum(len(passes(e)) for e in steps)  # twice as many if two networks train on each batch
     return min(given, trained) or trained
 
 
 def _left_out_again(history: History) -> list[Finding]:
-    """Batches that a run which goes on leaves out of its first epoch, and of the next one, too."""
+    """Batches that a resumed run skips in its first epoch, and again in the next one."""
     first = min((event["step"] for event in history.of("step")), default=0)
     restored = {event.get("what") for event in history.of("state") if event["step"] <= first}
     by_data: dict[Any, list[tuple[int, Any]]] = defaultdict(list)
@@ -199,22 +199,22 @@ def _left_out_again(history: History) -> list[Finding]:
         by_data[data].append(it.begin.get("skips") or (own if own[0] not in known else (0, None)))
     for (count, at), again in (pair for each in by_data.values() for pair in itertools.pairwise(each)):
         if count > 0 and at and tuple(again) == (count, at):
-            evidence = f"the first {count} batches are left out of two epochs, one after the other"
-            cause = "they were trained before the file was saved, but of one epoch only"
-            remedy = "leave them out of the epoch that goes on, and give the whole loader to those after it"
+            evidence = f"the first {count} batches are skipped in two successive epochs"
+            cause = "they were trained before the file was saved, but only in one epoch"
+            remedy = "skip them only in the epoch that resumes, and use the whole loader in later epochs"
             return [Finding("LS703", place(at), evidence, cause, remedy, tuple(history.ranks), first)]
     return []
 
 
 def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
-    """How many batches a loop got before the first that it trained, and the `if` that decided so, if there is one."""
+    """How many batches a loop took before the first one that it trained on, and the `if` that skipped them, if any."""
     end, begin, at = (it.end or {}).get("number", float("inf")), it.begin, it.begin.get("at")
     steps = [e for e in history.of("step", rank=begin["rank"]) if begin["number"] < e["number"] < end][:2]
     given = [[each for each in step.get("micro_batches") or () if each["loader"] == begin["loader"]] for step in steps]
     passes = [step.get("backwards") or [] for step in steps]
     if len(steps) < 2 or not (given[0] and passes[0]) or len(given[1]) != len(passes[1]):
         return 0, None
-    count = len(given[0]) - len(passes[0]) - bool(begin.get("by_framework"))  # which draws a batch ahead
+    count = len(given[0]) - len(passes[0]) - bool(begin.get("by_framework"))  # it draws a batch ahead
     last = passes[0][-1].get("at")
     if not (at and last and (at[0], at[2]) == (last[0], last[2]) and count > 0) or given[0][0]["batch"]:
         return 0, None
@@ -224,24 +224,24 @@ def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
 
 @rule("LS704", "resume-without-state", "a resumed run has lost the state of the optimizer")
 def resume_without_state(history: History) -> Iterable[Finding] | str:
-    """A run that loads the model of an earlier run, and not its optimizer or scheduler."""
+    """A run that loads the model of an earlier run, but not its optimizer or scheduler."""
     resumed = _resumed(history)
     if not resumed:
-        return _NO_PREVIOUS if history.previous is None else "no file of the earlier run was loaded"
+        return _NO_PREVIOUS if history.previous is None else "the run loaded no file of the earlier run"
     load = resumed[0][0]
     restored = {event.get("what") for event in history.of("state")}
     if "model" not in restored:
-        return "no state of a model was restored"
+        return "the run restored no model state"
     made = [event for event in history.of("optimizer") if event.get("class") not in _STATELESS or _has_momentum(event)]
     lost = ["optimizer"] if made and "optimizer" not in restored else []
     lost += ["scheduler"] if any(history.of("scheduler")) and "scheduler" not in restored else []
     if not lost:
         return []
     name, parts = os.path.basename(load["path"]), some(sorted(map(str, restored)))
-    evidence = f"{name} was loaded at {line(load.get('at'))} and restored {parts}, not the {' and the '.join(lost)}"
+    evidence = f"{name} was loaded at {line(load.get('at'))} and restored {parts}, but not the {' and the '.join(lost)}"
     keys_saved = [str(key) for key in resumed[0][1].get("keys") or ()]
-    cause = f"the file has {some(keys_saved, 8)}" if keys_saved else None
-    remedy = f"save and load the state_dict() of the {' and the '.join(lost)}, too"
+    cause = f"the file contains {some(keys_saved, 8)}" if keys_saved else None
+    remedy = f"also save and load the state_dict() of the {' and the '.join(lost)}"
     return [Finding("LS704", place(load.get("at")), evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 
@@ -249,9 +249,9 @@ def _has_momentum(event: Event) -> bool:
     return any(group.get("momentum") for group in [*(event.get("groups") or ()), *(event.get("hyperparameters") or ())])
 
 
-@rule("LS705", "shards-saved", "a file has shards of one rank instead of the whole")
+@rule("LS705", "shards-saved", "a file has the shards of one rank instead of the whole model")
 def shards_saved(history: History) -> Iterable[Finding] | str:
-    """A checkpoint of a sharded model that one rank writes from what it holds itself."""
+    """A checkpoint of a sharded model that one rank writes from its own shards."""
     sharded = [wrap for wrap in history.of("wrap") if wrap["how"].startswith("fsdp")]
     by_step: dict[int, list[Event]] = defaultdict(list)
     for event in history.of("save"):
@@ -263,7 +263,7 @@ def shards_saved(history: History) -> Iterable[Finding] | str:
             event = events[0]
             evidence = f"{os.path.basename(event['path'])} has shards of {some(event['shards'])}, and only "
             evidence += f"{named(writers)} wrote its shards"
-            cause = "a state_dict() of FSDP2 holds DTensors, and to_local() or torch.save takes the part of this rank"
+            cause = "a state_dict() of FSDP2 holds DTensors, and to_local() or torch.save takes this rank's shard"
             remedy = "parameter.full_tensor() on all ranks, get_model_state_dict(model, options="
             remedy += "StateDictOptions(full_state_dict=True)), or torch.distributed.checkpoint"
             at = place(event.get("at"))
@@ -271,9 +271,9 @@ def shards_saved(history: History) -> Iterable[Finding] | str:
     return [] if sharded and any(history.of("save")) else "no sharded model was saved"
 
 
-@rule("LS706", "read-too-early", "a rank reads a file that another may not have written yet", "warning")
+@rule("LS706", "read-too-early", "a rank reads a file that another rank may not have written yet", "warning")
 def read_too_early(history: History) -> Iterable[Finding] | str:
-    """A file of one rank that another rank reads, and nothing between that makes it wait."""
+    """A file of one rank that another rank reads, without anything between that makes it wait."""
     saves = {(str(event.get("path")), event["rank"]): event for event in history.of("save")}
     for event in history.of("rename"):
         saves.setdefault((str(event["to"]), event["rank"]), event)
@@ -287,15 +287,15 @@ def read_too_early(history: History) -> Iterable[Finding] | str:
         if not _waited(history, found[0], read) and not history.previous:
             by = f"{named([found[0]['rank']])} at {line(found[0].get('at'))}"
             evidence = f"{named([read['rank']])} reads {os.path.basename(read['path'])}, which {by} writes"
-            cause = "no barrier and no other collective is between the two"
-            remedy = "dist.barrier() after the write, on all ranks"
+            cause = "no barrier or other collective separates the two"
+            remedy = "call dist.barrier() after the write, on all ranks"
             at, ranks = place(read.get("at")), (found[0]["rank"], read["rank"])
             return [Finding("LS706", at, evidence, cause, remedy, ranks, read["step"])]
-    return [] if seen else "no rank read a file that another wrote"
+    return [] if seen else "no rank read a file that another rank wrote"
 
 
 def _waited(history: History, save: Event, read: Event) -> bool:
-    """True if a reader made something together with the writer that the writer made after its write."""
+    """True if a reader took part in a collective that the writer made after its write."""
     if any((event.get("cut") or {}).get("collective") for event in history.of("exit")):
         return True
     made = [e for e in history.of("collective", rank=save["rank"]) if e["number"] > save["number"]]
@@ -309,7 +309,7 @@ def _waited(history: History, save: Event, read: Event) -> bool:
 
 @rule("LS708", "loaded-on-some-ranks", "weights were loaded on some ranks only")
 def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
-    """A state that only some ranks gave to a model that FSDP then shards: each rank keeps a part of its own weights."""
+    """A state that only some ranks loaded into a model that FSDP then shards: each rank shards its own weights."""
     wraps = {(e["rank"], e.get("names_digest")): e for e in history.of("wrap") if e["how"].startswith("fsdp")}
     loads: dict[str, dict[int, Event]] = defaultdict(dict)
     for event in history.of("state"):
@@ -322,22 +322,24 @@ def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
         shared = [str(call.get("op")) for call in calls if not call["step"]]
         if len(by_rank) < len(group) and not any(op == "broadcast" or "object" in op for op in shared):
             others = sorted(set(group) - set(by_rank))
-            evidence = f"load_state_dict was called on {named(by_rank)}, and not on {named(others)}"
-            cause = f"FSDP at {line(wraps[group[0], digest].get('at'))} shards what each rank has, without a broadcast"
+            evidence = f"load_state_dict was called on {named(by_rank)}, but not on {named(others)}"
+            cause = (
+                f"FSDP at {line(wraps[group[0], digest].get('at'))} shards each rank's own weights without a broadcast"
+            )
             remedy = "load on all ranks, or set_model_state_dict(model, state, options=StateDictOptions("
             remedy += "full_state_dict=True, broadcast_from_rank0=True)) after fully_shard"
             return [Finding("LS708", place(event.get("at")), evidence, cause, remedy, tuple(group), event["step"])]
-    return [] if loads else "no state was loaded into a model that FSDP shards"
+    return [] if loads else "no state was loaded into a model that FSDP then shards"
 
 
-@rule("LS707", "nothing-loaded", "a checkpoint was read, and nothing of it reached the model")
+@rule("LS707", "nothing-loaded", "a checkpoint was read, but none of it reached the model")
 def nothing_loaded(history: History) -> Iterable[Finding] | str:
-    """load_state_dict(..., strict=False) of names with a prefix such as `module.`, or load_state before prepare."""
+    """load_state_dict(..., strict=False) with a prefix such as `module.` in the names, or load_state before prepare."""
     for event in history.of("load_state"):
         later = [wrap for wrap in history.of("wrap") if wrap["rank"] == event["rank"]]
         if not event["objects"] and later and all(wrap["number"] > event["number"] for wrap in later):
-            evidence = "Accelerator.load_state was called when no model and no optimizer was prepared"
-            cause = "it loads into what prepare() was given before, and says nothing where that is nothing"
+            evidence = "Accelerator.load_state was called before any model or optimizer was prepared"
+            cause = "it loads only into prepared objects, and does not complain if there are none"
             remedy = "call accelerator.load_state(...) after accelerator.prepare(...)"
             ranks = tuple(history.ranks)
             return [Finding("LS707", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
@@ -347,11 +349,11 @@ def nothing_loaded(history: History) -> Iterable[Finding] | str:
             renamed = {name.replace(prefix, "") for name in unexpected}, {name.replace(prefix, "") for name in missing}
             common = renamed[0] & renamed[1]
             if missing and 2 * len(common) > len(missing) and 2 * len(missing) > min(_LISTED, event.get("of") or 1):
-                evidence = f"{len(missing)} or more names are missing ({some(sorted(missing))}), and as many are there "
-                evidence += f"with another prefix ({some(sorted(unexpected))})"
-                cause = f"one of the two has `{prefix}` in its names, and strict=False leaves the difference untold"
+                evidence = f"{len(missing)} or more names are missing ({some(sorted(missing))}), and as many exist "
+                evidence += f"with a different prefix ({some(sorted(unexpected))})"
+                cause = f"only one of the two has `{prefix}` in its names, and strict=False hides the difference"
                 remedy = "save model.module.state_dict() (unwrapped), and load with strict=True"
                 at = place(event.get("at"))
                 return [Finding("LS707", at, evidence, cause, remedy, (event["rank"],), event["step"])]
     is_loaded = any(event.get("what") == "model" for event in history.of("state"))
-    return [] if is_loaded else "no state of a model was loaded"
+    return [] if is_loaded else "the run loaded no model state"

@@ -1,4 +1,4 @@
-"""Rules on gradients and parameters: replicas that part, and why."""
+"""Rules on gradients and parameters: replicas that diverge, and why."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, line, named, place, rule, some
 from lockstep_audit.rules.partings import Parting, partings, unwrapped
 
-_NOTHING = "no step of replicas was compared"
-_WRITES = "write before DistributedDataParallel(...), all_reduce what comes from a rank's own batch or random numbers, "
+_NOTHING = "no steps of replicas were compared"
+_WRITES = "write before DistributedDataParallel(...), all_reduce values from a rank's own batch or random numbers, "
 _WRITES += "or broadcast the parameters of rank 0 afterwards"
 
 
 _UNUSED = (
-    "the loss leaves out parameters, and the wrapper waits for theirs",
-    "find_unused_parameters=True, or a wrapper for each network that is trained by itself",
+    "the loss does not use some parameters, and the wrapper waits for their gradients",
+    "set find_unused_parameters=True, or wrap each network that is trained separately",
 )
 
 
@@ -39,15 +39,15 @@ def _wrapped_at(history: History, parting: Parting) -> Any:
 
 
 def _caused(history: History, kind: str, parting: Parting) -> list[Event]:
-    """Events of a kind that the ranks of a parting saw before it."""
+    """Events of a kind on the ranks of a divergence, before it."""
     last = {rank: parting.events[rank]["number"] for rank in parting.ranks}
     return [e for e in history.of(kind) if e["number"] <= last.get(e["rank"], -1)]
 
 
 def _bypasses(history: History, parting: Parting) -> list[Event]:
-    """Calls past the wrapper that the ranks saw before a parting; any, where no pass came from the wrapper.
+    """Calls past the wrapper on these ranks before a divergence; any such call, if no pass came from the wrapper.
 
-    Those of parts of a model matter only there: beside a wrapped pass, their gradients are exchanged.
+    Calls of submodules matter only in that case: next to a wrapped pass, their gradients are exchanged.
     """
     if not _is_past(parting):
         return [event for event in _caused(history, "bypass", parting) if not event.get("part")]
@@ -69,7 +69,7 @@ def _without_sync(parting: Parting) -> bool:
 
 @rule("LS201", "replicas-part", "parameters of replicas differ")
 def replicas_part(history: History) -> Iterable[Finding] | str:
-    """Replicas that part for a reason that no other rule of this group names."""
+    """Replicas that diverge for a reason that no other rule of this group names."""
     found, compared = partings(history)
     findings = []
     for parting in found:
@@ -86,10 +86,10 @@ def replicas_part(history: History) -> Iterable[Finding] | str:
 
 
 def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
-    """A state that some ranks loaded before a parting, and others did not: place, what, ranks."""
+    """A state that some ranks loaded before a divergence, and others did not: place, what, ranks."""
     for what in ("optimizer", "model", "scheduler"):
         events = [event for event in _caused(history, "state", parting) if event.get("what") == what]
-        if what == "model":  # before the wrapping, the wrapper gives the model of rank 0 to all
+        if what == "model":  # before the wrapping: the wrapper broadcasts rank 0's model
             wraps = {event["rank"]: event["number"] for event in history.of("wrap")}
             events = [event for event in events if event["number"] > wraps.get(event["rank"], -1)]
         ranks = {event["rank"] for event in events}
@@ -99,7 +99,7 @@ def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[i
 
 
 def _written_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
-    """The first write to a parameter that parted which ranks did not make alike: place, name, ranks that wrote."""
+    """The first write to a diverged parameter that not all ranks made alike: place, name, ranks that wrote."""
     parted = {name.rpartition(":")[2] for name in parting.parameters}
     writes: dict[tuple[Any, ...], dict[int, Event]] = {}
     turns: Counter[tuple[Any, ...]] = Counter()
@@ -116,7 +116,7 @@ def _written_apart(history: History, parting: Parting) -> tuple[Any, str, set[in
 
 
 def gives_data(path: str, names: Iterable[str]) -> list[int]:
-    """Lines outside of constructors that give one of these parameters its numbers: `self.scale.data = ...`."""
+    """Lines outside constructors that set the values of one of these parameters: `self.scale.data = ...`."""
     ends = tuple("." + ".".join(name.split(".")[-2 if name.endswith(("weight", "bias")) else -1 :]) for name in names)
     made = [n for n in sources.nodes(path) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     given = [
@@ -136,43 +136,43 @@ def _other_rates(parting: Parting) -> bool:
 
 
 def _optimizers(history: History, parting: Parting) -> dict[int, Event]:
-    """The first events of the optimizer whose step parted, by rank."""
+    """The first events of the optimizer whose step diverged, by rank."""
     told = [e for e in history.of("optimizer") if e["optimizer"] == parting.events.get(e["rank"], {}).get("optimizer")]
     return {event["rank"]: event for event in reversed(told)}
 
 
 def _parted(history: History, parting: Parting) -> Finding:
     at, cause = parting.first.get("at"), None
-    remedy = "compare the ranks around this step; every rank must do the same to its model"
+    remedy = "compare the ranks around this step; every rank must treat its model in the same way"
     backwards, restored = _backwards(parting), _restored_apart(history, parting)
     reduced, optimizers = next(history.of("hand_reduce"), None), _optimizers(history, parting)
     told = {rank: optimizers.get(rank, {}).get("initial") for rank in parting.ranks}
     initial = {rank: each and [each.get(name) for name in parting.parameters] for rank, each in told.items()}
     if reduced and parting.gradients:
-        at, cause = reduced.get("at"), "the script's own all_reduce left these gradients unequal: ranks exchange others"
-        remedy = "all_reduce the gradients of all parameters in one order on all ranks; zeros for those without"
+        at, cause = reduced.get("at"), "the script's all_reduce left these gradients unequal: ranks exchange others"
+        remedy = "all_reduce the gradients of all parameters in the same order on all ranks; use zeros for missing ones"
     elif restored:
         at, what, ranks = restored
         cause = f"the state of the {what} was loaded on {named(ranks)} only"
-        remedy = "load_state_dict on all ranks; only writing is for rank 0"
+        remedy = "call load_state_dict on all ranks; only writing belongs to rank 0"
     elif parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
         at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
     elif not parting.gradients and (write := _written_apart(history, parting)):
         at, name, ranks = write
         cause = f"{line(_wrapped_at(history, parting))} had made the ranks equal, and then this line gave {name} "
-        cause += f"other numbers on {named(ranks)}" if ranks < {*parting.ranks} else "other numbers on each rank"
+        cause += f"different values on {named(ranks)}" if ranks < {*parting.ranks} else "different values on each rank"
         remedy = _WRITES
     elif not parting.gradients and parting.first.get("index") == 0 and (differ(initial) or None in initial.values()):
-        cause = "gradients are equal and parameters are not, at the first step: they differed before training"
-        remedy = "make the models from the same seed, or broadcast the parameters of rank 0 before the first step"
+        cause = "at the first step, gradients are equal and parameters are not: they differed before training"
+        remedy = "build the models from the same seed, or broadcast the parameters of rank 0 before the first step"
         made = optimizers.get(parting.ranks[0], {})
         made_at = sources.outside_factories(made.get("unwrapped_from") or []) or made.get("made_at")
         at = _wrapped_at(history, parting) or (made_at if differ(initial) else None) or at
         if at and _wrapped_at(history, parting) and (rows := gives_data(at[0], parting.parameters)):
-            cause = f"{line(at)} had made the ranks equal; what gives `.data` other numbers since then parts them"
+            cause = f"{line(at)} had made the ranks equal; later writes to `.data` make them diverge"
             at, remedy = [at[0], rows[0], ""], _WRITES
     elif not parting.gradients:
-        cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
+        cause = "gradients are equal: something other than the optimizer changed parameters on one rank"
         rows = sources.changes_in_place(at[0]) if at else []
         at = [at[0], rows[0], ""] if at and len(rows) == 1 else at
     if _waits_for_unused(history):
@@ -182,16 +182,16 @@ def _parted(history: History, parting: Parting) -> Finding:
 
 @rule("LS202", "wrapper-bypassed", "the model is called without its wrapper")
 def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
-    """`model.module(...)` in training, and gradients that differ because of it."""
+    """`model.module(...)` in training, with gradients that differ because of it."""
     found, compared = partings(history)
     findings = []
     for parting in found:
         for event in _bypasses(history, parting)[:1]:
             if parting.gradients:
-                what = "a use of parts of model.module" if event.get("part") else "a forward pass of model.module"
-                cause = f"DistributedDataParallel does not see {what}, and exchanges nothing"
+                what = "uses of parts of model.module" if event.get("part") else "a forward pass of model.module"
+                cause = f"DistributedDataParallel does not see {what}, and exchanges no gradients"
                 remedy = "call the wrapped model itself: model(inputs), not model.module(inputs)"
-                remedy += "; what uses its parts belongs into its forward()" if event.get("part") else ""
+                remedy += "; move the code that uses its submodules into its forward()" if event.get("part") else ""
                 at, ranks = place(event.get("at")), parting.ranks
                 findings.append(Finding("LS202", at, parting.evidence, cause, remedy, ranks, parting.first["step"]))
     return findings if compared else _NOTHING
@@ -199,7 +199,7 @@ def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
 
 @rule("LS203", "unfrozen-late", "parameters were unfrozen after the model was wrapped")
 def unfrozen_late(history: History) -> Iterable[Finding] | str:
-    """Parameters whose requires_grad changed after DDP(...), and whose gradients nobody exchanges."""
+    """Parameters whose requires_grad changed after DDP(...), and whose gradients are not exchanged."""
     found, compared = partings(history)
     findings = []
     for parting in found:
@@ -211,15 +211,15 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
                 wrapped, at = line(wrapped_at), place(wrapped_at if added else _unfrozen_at(event, wrapped_at))
                 cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
                 if added:
-                    cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
-                remedy = "unfreeze, and add layers, before DistributedDataParallel(...), or wrap the model anew"
+                    cause = f"{some(names)} joined the model after {wrapped}, so the wrapper does not exchange them"
+                remedy = "unfreeze and add layers before DistributedDataParallel(...), or wrap the model again"
                 step = parting.first["step"]
                 findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
     for event in history.of("unfrozen") if compared and not findings else ():
         if event.get("unowned"):
-            evidence = f"{some(event['unowned'])} need gradients since step {event['step']}, and no optimizer has them"
+            evidence = f"{some(event['unowned'])} need gradients since step {event['step']}, but no optimizer has them"
             cause = "the wrapper and the optimizer were made while these parameters were frozen"
-            remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
+            remedy = "unfreeze before wrapping the model and making the optimizer, or make both again"
             wrapped_at = next((wrap.get("at") for wrap in history.of("wrap")), None)
             at, ranks = place(_unfrozen_at(event, wrapped_at)), tuple(history.ranks)
             return [Finding("LS203", at, evidence, cause, remedy, ranks, event["step"])]
@@ -236,7 +236,7 @@ def _unfrozen_at(event: Event, wrapped_at: Any) -> Any:
 
 @rule("LS204", "step-without-sync", "the optimizer steps on gradients that were not exchanged")
 def step_without_sync(history: History) -> Iterable[Finding] | str:
-    """Steps whose backward passes were all under no_sync, or for which the flag came too late."""
+    """Steps whose backward passes were all under no_sync, or whose flag was set too late."""
     found, compared = partings(history)
     findings = []
     for parting in found:
@@ -246,19 +246,22 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         at = last.get("unsynced_at") if last.get("unsynced_by_user") else last.get("at")
         bare = [e for e in history.of("optimizer") if e["optimizer"] == parting.first["optimizer"]]
         if "unsynced_at" in last and not last["unsynced_by_user"] and bare and not bare[0].get("prepared"):
-            at, cause = bare[0].get("made_at"), "Accelerate has not prepared this optimizer, which steps at each pass"
-            remedy = "give the optimizer to accelerator.prepare, too"
+            at, cause = (
+                bare[0].get("made_at"),
+                "Accelerate did not prepare this optimizer: it steps after each backward",
+            )
+            remedy = "also pass the optimizer to accelerator.prepare"
         elif any(each.get("flag_set_late") for each in _backwards(parting)):
-            cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off later"
+            cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag came later"
             remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
         elif _waits_for_unused(history):
             at, (cause, remedy) = _wrapped_at(history, parting), _UNUSED
         elif _is_past(parting):
             at, cause = last.get("loss_at") or at, "no forward pass of the wrapper came before these backward passes"
-            remedy = "call the wrapped model itself: model(inputs), not a method or a part of model.module"
+            remedy = "call the wrapped model itself: model(inputs), not a method or submodule of model.module"
         else:
             cause = "all backward passes before this step were under no_sync()"
-            remedy = "leave no_sync() for forward and backward of the last micro-batch before each step"
+            remedy = "run forward and backward of the last micro-batch before each step outside no_sync()"
         step = parting.first["step"]
         findings.append(Finding("LS204", place(at), parting.evidence, cause, remedy, parting.ranks, step))
     return findings if compared else _NOTHING

@@ -1,4 +1,4 @@
-"""Rules on what ranks gather or sum in an evaluation: rows in the order of ranks, running counts, padding."""
+"""Rules on what ranks gather or sum in an evaluation: the order of rows, running counts, padding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FEW = 12
 _GATHERS = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object", "gather_object")
 
 
-@rule("LS610", "order-of-ranks", "gathered rows are in the order of ranks instead of that of the data", "warning")
+@rule("LS610", "order-of-ranks", "gathered rows are in the order of ranks instead of the data's order", "warning")
 def order_of_ranks(history: History) -> Iterable[Finding] | str:
-    """Predictions of each rank's part, one rank's behind the other's, beside the data in their own order."""
+    """Predictions of each rank's shard, concatenated by rank, next to the data in their own order."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
     findings, seen = list[Finding](), False
     for epochs in iterations(history).values():
@@ -35,29 +35,29 @@ def order_of_ranks(history: History) -> Iterable[Finding] | str:
             first = lone[min(by_rank)] or {}
             shown = [by_rank[rank].indices[:3] for rank in sorted(by_rank)[:2]]
             evidence = f"the sampler dealt samples {', '.join(map(str, shown[0]))}, ... to rank 0 and "
-            evidence += f"{', '.join(map(str, shown[1]))}, ... to rank 1; one gather has the rows of rank 0, then "
+            evidence += f"{', '.join(map(str, shown[1]))}, ... to rank 1; one gather returns the rows of rank 0, then "
             evidence += f"those of rank 1; {use}"
-            cause = "no labels, ids or indices were gathered with them, so each row stands beside another sample"
-            remedy = "gather the indices, too, and sort by them, or torch.stack(parts, 1).flatten()"
+            cause = "no labels, ids or indices were gathered with them, so each row is paired with the wrong sample"
+            remedy = "also gather the indices and sort by them, or use torch.stack(parts, 1).flatten()"
             at, ranks = place(first.get("at")), tuple(by_rank)
             findings.append(Finding("LS610", at, evidence, cause, remedy, ranks, first.get("step")))
-    return findings if seen else "no rows of a whole evaluation were gathered, once and for themselves"
+    return findings if seen else "no rows of a whole evaluation were gathered without other data"
 
 
 def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
-    """True of an evaluation of all samples whose parts, one behind the other, are not in the order of the data."""
+    """True for an evaluation of all samples whose shards, concatenated, are not in the order of the data."""
     its = [by_rank[rank] for rank in sorted(by_rank)]
     if any(it.shards != len(its) or it.is_training or not it.indices for it in its) or len(its) < 2:
         return False
     size, parts = its[0].begin.get("dataset_size") or 0, [it.indices for it in its]
     order = [index for part in parts for index in part if isinstance(index, int)]
     is_whole = set(order) == set(range(size)) and len({len(part) for part in parts}) == 1
-    is_sorted = all(part[:-1] == sorted(part[:-1]) for part in parts)  # the last may be one of the first, again
+    is_sorted = all(part[:-1] == sorted(part[:-1]) for part in parts)  # the last may repeat one of the first
     return size > _FEW and is_whole and is_sorted and order[:size] != sorted(order[:size])
 
 
 def _lone(history: History, it: Iteration) -> Event | None:
-    """The gather of a row for each sample of an evaluation, if it is the only one between the loops around it."""
+    """The gather of one row per sample of an evaluation, if it is the only one between the loops around it."""
     begin, samples = it.begin, len(it.indices)
     later = [e["number"] for e in history.of("loader", "step", rank=begin["rank"]) if e["number"] > begin["number"]]
     if len(it.batches) < 2:
@@ -76,7 +76,7 @@ def _rows(gather: Event) -> int | None:
 
 
 def _use(history: History, gather: Event, size: int, world: int, rows: dict[tuple[int, Any], int]) -> str | None:
-    """What the script did with the gathered rows, in the order of ranks: compare or write them."""
+    """What the script did with the rows gathered in the order of ranks: compare or write them."""
     mine = [e for e in history.of("lined_up", "save", rank=gather["rank"]) if e["number"] > gather["number"]]
     mine = [event for event in mine if event["step"] == gather["step"]]
     counts = (size, -(-size // world) * world)
@@ -84,18 +84,18 @@ def _use(history: History, gather: Event, size: int, world: int, rows: dict[tupl
         told, known = line(event.get("at")), orders.reorders(event, gather)
         is_beside = event["kind"] == "lined_up" and event.get("gathered_at") == gather.get("at")
         if is_beside and event["rows"] in counts and not orders.strides(event, gather):
-            return f"{told} puts them beside {event['rows']} rows that were not gathered"
+            return f"{told} compares them with {event['rows']} rows that were not gathered"
         shape = gather.get("given") or gather.get("shape") or []
         is_plain = "rows" in gather or shape[1:] in ([], [1])
         lines = rows.get((event["rank"], event.get("path")), -1)
         if event["kind"] == "save" and is_plain and not known and any(lines - n in (0, 1) for n in counts):
-            return f"the file that {told} opens has {lines} lines, for {size} samples"
+            return f"the file that {told} opens has {lines} lines for {size} samples"
     return None
 
 
-@rule("LS611", "summed-again", "a running count is summed over ranks again", "warning")
+@rule("LS611", "summed-again", "a running count is summed over ranks repeatedly", "warning")
 def summed_again(history: History) -> Iterable[Finding] | str:
-    """A sum over ranks in place of the count that goes on: it then has what all ranks counted."""
+    """An in-place sum over ranks of a running count. Afterwards it holds the count of all ranks."""
     lines, findings = dict[str, dict[int, Event]](), []
     for event in history.of("summed_again"):
         lines.setdefault(str(event.get("at")), {})[event["rank"]] = event
@@ -103,9 +103,9 @@ def summed_again(history: History) -> Iterable[Finding] | str:
         first = by_rank[min(by_rank)]
         is_whole = len(by_rank) == len(history.ranks) > 1 and any(event["added"] for event in by_rank.values())
         if is_whole and not orders.resets(first.get("at")):
-            evidence = f"one tensor of {first['elements']} numbers was summed over ranks three times in place, and "
-            evidence += "each time it held no less on any rank than the sum before"
-            cause = "all_reduce overwrites the count of a rank with that of all ranks, which the next sum counts again"
+            evidence = f"one tensor of {first['elements']} numbers was summed in place over ranks three times, and "
+            evidence += "each time it held at least the previous sum on every rank"
+            cause = "all_reduce overwrites a rank's count with that of all ranks, and the next sum counts that again"
             remedy = "sum a copy: total = count.clone(); dist.all_reduce(total)"
             at, ranks = place(first.get("at")), tuple(by_rank)
             findings.append(Finding("LS611", at, evidence, cause, remedy, ranks, first["step"]))
@@ -115,7 +115,7 @@ def summed_again(history: History) -> Iterable[Finding] | str:
 
 @rule("LS608", "padding-counted", "padding counts in a metric", "warning")
 def padding_counted(history: History) -> Iterable[Finding] | str:
-    """Labels with -100 that are padded for a gather with the number of a class. Tokens that are decoded drop theirs."""
+    """Labels with -100 that a gather pads with the number of a class. Decoded tokens drop theirs."""
     found: dict[str, list[Event]] = {}
     for event in history.of("padded"):
         found.setdefault(str(event.get("at")), []).append(event)
@@ -124,8 +124,8 @@ def padding_counted(history: History) -> Iterable[Finding] | str:
         first, index = events[0], events[0]["index"]
         is_class = index >= 0 and all(any(event[key] for event in events) for key in ("ignored", "held", "added"))
         if is_class and not _handles_padding((first.get("at") or [""])[0]):
-            evidence = f"labels that have -100 where nothing counts, and {index} as a class, are padded with {index}"
-            cause = "pad_across_processes pads with pad_index=0 unless it is told another"
+            evidence = f"labels that use -100 for ignored positions and {index} for a class are padded with {index}"
+            cause = "pad_across_processes pads with pad_index=0 by default"
             remedy = "pad_across_processes(labels, dim=1, pad_index=-100)"
             ranks = {event["rank"] for event in events}
             findings.append(Finding("LS608", place(first.get("at")), evidence, cause, remedy, (*ranks,), first["step"]))
@@ -133,7 +133,7 @@ def padding_counted(history: History) -> Iterable[Finding] | str:
 
 
 def _handles_padding(path: str) -> bool:
-    """True if a file decodes the tokens that it gathers, or pads a mask, too."""
+    """True if a file decodes the tokens that it gathers, or also pads a mask."""
     calls = [ast.unparse(node) for node in sources.nodes(path) if isinstance(node, ast.Call)]
     is_decoded = any(word in call for call in calls for word in ("generate(", "skip_special_tokens"))
     return is_decoded or any("pad_across_processes(" in call and "mask" in call for call in calls)

@@ -1,4 +1,4 @@
-"""Iterations over loaders, put together from their events."""
+"""Iterations over loaders, assembled from their events."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Iteration:
     begin: Event
     end: Event | None = None
     batches: dict[int, list[Any]] = field(default_factory=dict)
-    """Indices by number of the batch."""
+    """Indices by batch number."""
     sampled: dict[int, Event] = field(default_factory=dict)
-    """`batch` events by number of the batch."""
+    """`batch` events by batch number."""
     used: bool = False
-    """A step used batches of it."""
+    """Whether a step used its batches."""
 
     @property
     def is_training(self) -> bool:
@@ -36,7 +36,7 @@ class Iteration:
 
     @property
     def indices(self) -> list[Any]:
-        """The indices in their order, up to the first batch that was not recorded."""
+        """The indices in order, up to the first batch that was not recorded."""
         found: list[Any] = []
         for number in range(len(self.batches)):
             if number not in self.batches:
@@ -83,10 +83,10 @@ def iterations(history: History) -> Iterations:
 
 
 def restored(history: History, begins: Mapping[int, Event]) -> Place | None:
-    """Where ranks that draw the same samples took one state of a generator from one file that all of them loaded.
+    """Where ranks with the same samples restored one generator state from one file that all of them loaded.
 
     Args:
-        begins: by rank, the event with which the samples begin: of a loader, or of inputs without a loader.
+        begins: by rank, the event at which the samples begin: of a loader, or of inputs without a loader.
     """
     loaded, last = dict[int, set[str]](), dict[int, Event]()
     for event in history.of("load", "generator"):
@@ -109,7 +109,7 @@ def restored(history: History, begins: Mapping[int, Event]) -> Place | None:
 
 
 def _sets_states(path: str) -> list[int]:
-    """Lines of a file that set the state of a generator of random numbers."""
+    """Lines of a file that set the state of a random generator."""
     calls = [n for n in sources.nodes(path) if isinstance(n, ast.Call)]
     rows = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in _STATES]
     targets = [target for n in sources.nodes(path) if isinstance(n, ast.Assign) for target in n.targets]
@@ -117,7 +117,7 @@ def _sets_states(path: str) -> list[int]:
 
 
 def _mark_used(history: History, by_id: dict[tuple[int, int, int], Iteration]) -> None:
-    """Mark the iterations whose batches steps used: the last that began before the step."""
+    """Mark the iterations whose batches steps used: the last one that began before each step."""
     for step in history.of("step"):
         for micro in step.get("micro_batches") or ():
             number = micro.get("loader")

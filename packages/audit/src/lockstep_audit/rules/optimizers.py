@@ -41,10 +41,10 @@ def rates_differ(history: History) -> Iterable[Finding] | str:
         rows = sources.sets_rates(at[0]) if at else []
         if index == 0:
             at = facts.optimizer_at(history, key)
-            cause = f"each rank computes {name} from something of its own before the first step"
+            cause = f"each rank computes {name} from its own values before the first step"
         elif schedulers:
             at = next(iter(schedulers.values())).get("at") or at
-            cause = f"the scheduler of {facts.line(at)} has another state on each rank"
+            cause = f"the scheduler of {facts.line(at)} has a different state on each rank"
         elif at and rows:
             at, cause = [at[0], rows[0], ""], "the script sets the rate from something that differs between ranks"
         remedy = f"compute {name} from values that all ranks share, such as world_size and the step"
@@ -53,7 +53,7 @@ def rates_differ(history: History) -> Iterable[Finding] | str:
 
 
 def _in_turn(steps: dict[int, Event]) -> list[Any]:
-    """The hyperparameters that a rank had, one after the other: where ranks join, their steps are not as many."""
+    """The hyperparameters of a rank, in order. With Join, ranks may have different numbers of steps."""
     return [told for index in sorted(steps) if (told := steps[index].get("hyperparameters"))]
 
 
@@ -88,13 +88,13 @@ def _plateaus(history: History) -> list[tuple[Event, dict[int, Any]]]:
 
 @facts.rule("LS302", "local-plateau", "ReduceLROnPlateau decides from the metric of one rank")
 def local_plateau(history: History) -> Iterable[Finding] | str:
-    """A metric that differs between ranks: their learning rates will, too."""
+    """A metric that differs between ranks. Their learning rates will differ, too."""
     findings = []
     for event, metrics in _plateaus(history)[:1]:
         evidence = f"scheduler.step got {facts.each_rank(metrics)}"
         rates = [found for _, ranks, by_rank in _shared(history) if (found := _first_difference(ranks, by_rank))]
         evidence += f"; {rates[0][1]} then differs: {facts.each_rank(rates[0][2])}" if rates else ""
-        cause = "each rank gives its own metric, so each decides for itself when to lower the learning rate"
+        cause = "each rank passes its own metric, so each decides for itself when to lower the learning rate"
         remedy = "all_reduce the metric (mean) before scheduler.step(metric)"
         at = facts.place(event.get("at"))
         findings.append(Finding("LS302", at, evidence, cause, remedy, tuple(metrics), event["step"]))
@@ -104,7 +104,7 @@ def local_plateau(history: History) -> Iterable[Finding] | str:
 
 @facts.rule("LS303", "optimizer-owns-nothing", "the optimizer has no parameter of the trained model")
 def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
-    """An optimizer that was made before the model was sharded or replaced: its steps change nothing."""
+    """An optimizer that was made before the model was sharded or replaced: its steps have no effect."""
     wrapped = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     if not wrapped:
         return "no wrapped model"
@@ -132,7 +132,7 @@ def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
 
 @facts.rule("LS304", "clip-before-unscale", "gradients are clipped while they are scaled")
 def clip_before_unscale(history: History) -> Iterable[Finding] | str:
-    """clip_grad_norm_ before scaler.unscale_: the limit then holds for gradients that are thousands of times larger."""
+    """clip_grad_norm_ before scaler.unscale_: the limit applies to gradients that are thousands of times too large."""
     findings, seen = list[Finding](), False
     for event in history.of("step"):
         scaler, clips = event.get("scaler") or {}, event.get("clips") or []
@@ -142,14 +142,14 @@ def clip_before_unscale(history: History) -> Iterable[Finding] | str:
         at = clips[0].get("at")
         evidence = f"gradients were multiplied by {scaler['scale']:g} when they were clipped to {clips[0].get('limit')}"
         cause = "scaler.unscale_(optimizer) was not called before"
-        remedy = "scaler.unscale_(optimizer) between scaler.scale(loss).backward() and clip_grad_norm_"
+        remedy = "call scaler.unscale_(optimizer) between scaler.scale(loss).backward() and clip_grad_norm_"
         findings.append(Finding("LS304", facts.place(at), evidence, cause, remedy, (event["rank"],), event["step"]))
     return findings if seen else "no step clipped gradients under a GradScaler"
 
 
 @facts.rule("LS305", "scalers-differ", "loss scales differ between ranks")
 def scalers_differ(history: History) -> Iterable[Finding] | str:
-    """A GradScaler that skips a step on some ranks only, or whose scale differs."""
+    """A GradScaler that skips a step only on some ranks, or whose scale differs."""
     findings, seen = [], False
     for _, ranks, by_rank in _shared(history):
         for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
@@ -165,7 +165,7 @@ def scalers_differ(history: History) -> Iterable[Finding] | str:
                 evidence = f"scale: {facts.each_rank(scales)}"
                 evidence = f"step {index}: {facts.each_rank(words)}" if is_skipped else evidence
                 cause = "each rank looks for inf in its own gradients or shards, and decides for itself"
-                remedy = "ShardedGradScaler for shards; otherwise unscale after gradients were exchanged"
+                remedy = "use ShardedGradScaler for shards; otherwise unscale after gradients are exchanged"
                 at = events[ranks[0]].get("at")
                 findings.append(Finding("LS305", facts.place(at), evidence, cause, remedy, ranks, index))
                 break
@@ -174,7 +174,7 @@ def scalers_differ(history: History) -> Iterable[Finding] | str:
 
 @facts.rule("LS306", "scheduler-too-fast", "the scheduler steps several times for each optimizer step", "warning")
 def scheduler_too_fast(history: History) -> Iterable[Finding] | str:
-    """A learning rate that falls N times too fast. Accelerate does this by design, and is left out."""
+    """A learning rate that falls N times too fast. Accelerate does this by design, and is excluded."""
     stepped = [event for event in history.of("scheduler") if event.get("per_step") is not None]
     if facts.uses(history, "accelerate"):
         return "Accelerate steps schedulers once for each rank by design"
@@ -185,7 +185,7 @@ def scheduler_too_fast(history: History) -> Iterable[Finding] | str:
             evidence = f"{event['per_step']} steps of {event.get('class', 'a scheduler')} since the last optimizer step"
             world, told = len(history.ranks), [e["per_step"] for e in stepped if e.get("at") == at]
             cause = f"the factor is the number of ranks, {world}" if len(told) > world and {*told} == {world} else None
-            remedy, ranks = "scheduler.step() once, after optimizer.step()", (event["rank"],)
+            remedy, ranks = "call scheduler.step() once, after optimizer.step()", (event["rank"],)
             findings[str(at)] = Finding("LS306", facts.place(at), evidence, cause, remedy, ranks, event["step"])
         elif event["per_step"] == 1:
             findings.pop(str(at), None)

@@ -1,4 +1,4 @@
-"""What the text of a script says of rows that it may bring into another order, and of counts that it sets anew."""
+"""What the source of a script says about rows that it may reorder, and about counts that it resets."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _RELATED = ("mT", "index_copy", "index_copy_", "scatter", "scatter_", "sort_valu
 
 
 def strides(*events: Mapping[str, Any]) -> bool:
-    """True if a function around one of these lines takes every n-th of something, or what a sampler gives."""
+    """True if a function around one of these lines takes every n-th element, or what a sampler yields."""
     return any(_is_stride(node) for event in events for node in _around(event.get("at")))
 
 
 def reorders(*events: Mapping[str, Any]) -> bool:
-    """True if a function around one of these lines, or one that is called there, may bring rows into another order."""
+    """True if a function around one of these lines, or one that is called there, may reorder rows."""
     own = [(event["at"][0], node) for event in events if event.get("at") for node in _around(event["at"])]
     called = {(path, name_of(node)) for path, node in own if isinstance(node, ast.Call)}
     inner = [n for path, name in called for f in nodes(path) if getattr(f, "name", "") == name for n in ast.walk(f)]
@@ -63,7 +63,7 @@ def _is_reordering(node: ast.AST) -> bool:
 
 
 def resets(at: Sequence[Any] | None) -> bool:
-    """True if the file of a line sets numbers to zero in place, or the function around the line sets them anew."""
+    """True if the file of a line sets numbers to zero in place, or the function around the line resets them."""
     for node in _around(at):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(t, ast.Subscript) for t in targets) or _calls_in_place(node, ("copy_", "mul_")):

@@ -1,4 +1,4 @@
-"""Where replicas of a model part: what several rules on gradients and parameters ask."""
+"""Where replicas of a model diverge: queries of several rules on gradients and parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep_audit.rules.loaders import iterations
 
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 _FEW = 8
-"""A tensor with no more elements may hold metrics. A larger one may hold parameters."""
+"""A tensor with at most this many elements may hold metrics. A larger one may hold parameters."""
 
 
 Indexed = dict[int, dict[int, Event]]
@@ -42,9 +42,9 @@ class Parting:
 
 
 def partings(history: History) -> tuple[list[Parting], bool]:
-    """The first partings of each optimizer's model, and whether any step was compared.
+    """The first divergence of each optimizer's model, and whether any step was compared.
 
-    Replicas that are together again later, or that the script averages itself, part on purpose.
+    Replicas that are equal again later, or that the script averages itself, diverge on purpose.
     """
     groups, found, compared = replicas(history, "ddp"), [], False
     if not groups and not any(history.of("wrap")):
@@ -56,7 +56,7 @@ def partings(history: History) -> tuple[list[Parting], bool]:
             ranks = tuple(rank for rank in group if rank in by_rank)
             pairs = list(compared_steps(by_rank, ranks, ignored)) if len(ranks) > 1 else []
             apart = {name for each in pairs for name in each.parameters}
-            if pairs and not (apart and apart <= unwrapped(history)):  # the end tells of wrapped models alone
+            if pairs and not (apart and apart <= unwrapped(history)):  # the end covers wrapped models only
                 pairs += _at_the_end(history, by_rank, ranks, ignored)
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
@@ -68,10 +68,10 @@ def partings(history: History) -> tuple[list[Parting], bool]:
 
 
 def own_from_the_start(history: History) -> set[str]:
-    """Parameters that each rank has for itself, such as experts: they begin unequal, and nothing exchanges them.
+    """Parameters that each rank has for itself, such as experts: they start unequal, and nothing exchanges them.
 
-    Others of the model must be equal, and the script must know how to exchange: by hand, or with an all-to-all. Or each
-    rank has data of its own, and saves a model of its own.
+    The model's other parameters must be equal, and the script must exchange by hand or with an all-to-all. Or each
+    rank has its own data and saves its own model.
     """
     if _keep_their_own(history):
         told = [event for event in history.of("optimizer") if not event.get("owned")]
@@ -89,7 +89,7 @@ def own_from_the_start(history: History) -> set[str]:
 
 
 def _keep_their_own(history: History) -> bool:
-    """True if no sampler deals data to ranks, and each rank saves a file that no other rank saves, beside a wrapper."""
+    """True if a wrapper exists, no sampler deals data to ranks, and each rank saves files that no other rank saves."""
     if not any(history.of("wrap")) or any(history.of("hand_reduce")):
         return False
     saved = {r: {e.get("path") for e in history.of("save", rank=r) if e.get("how") != "open"} for r in history.ranks}
@@ -115,7 +115,7 @@ def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], igno
     ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
     lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
     loads = [event for event in history.of("state") if event["rank"] in ranks and "model" in event]
-    if any(event["step"] > lasts[event["rank"]]["step"] for event in loads):  # the end tells of a file
+    if any(event["step"] > lasts[event["rank"]]["step"] for event in loads):  # the end shows a loaded file
         return []
     now = {rank: ends.get(rank, {}).get(str(last.get("model", 0))) for rank, last in lasts.items()}
     if differ({rank: len(by_rank[rank]) for rank in ranks}) or not all(isinstance(each, dict) for each in now.values()):
@@ -140,7 +140,7 @@ def averages(history: History) -> bool:
 
 
 def _evaluations(history: History) -> dict[int, list[tuple[int, int]]]:
-    """Of each rank: the numbers of the events where iterations begin and end in which a model is evaluated only."""
+    """For each rank: the numbers of the events at which evaluation-only iterations begin and end."""
     found: dict[int, list[tuple[int, int]]] = {}
     for epochs in iterations(history).values():
         for rank, it in (pair for by_rank in epochs.values() for pair in by_rank.items()):
@@ -155,7 +155,7 @@ def hooked(history: History) -> bool:
 
 
 def _meet(history: History, parting: Parting) -> bool:
-    """True if the parameters of wrapped models are equal at the end of the script, and some of them had parted."""
+    """True if the parameters of wrapped models are equal at the end of the script, and some of them had diverged."""
     ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in parting.ranks}
     known = {
         name for told in ends.values() for each in (told or {}).values() if isinstance(each, dict) for name in each
@@ -165,7 +165,7 @@ def _meet(history: History, parting: Parting) -> bool:
 
 
 def unwrapped(history: History) -> set[str]:
-    """Names of parameters that optimizers have beside those of a wrapped model."""
+    """Names of parameters in optimizers that belong to no wrapped model, next to those of a wrapped model."""
     return {name for event in history.of("optimizer") for name in event.get("unwrapped") or ()}
 
 

@@ -23,7 +23,7 @@ def differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
     ahead = [rank for rank, entry in last.items() if entry["number"] == newest]
     lines = [
         f"{_ranks(ranks)} made only {number} collectives, and {_ranks(ahead)} made {newest}: "
-        f"{_ranks(ranks)} did not come to {last[ahead[0]]['name']} {newest}"
+        f"{_ranks(ranks)} did not reach {last[ahead[0]]['name']} {newest}"
         for number, ranks in behind.items()
     ]
     kinds: dict[str, list[int]] = {}

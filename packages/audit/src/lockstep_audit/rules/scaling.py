@@ -1,4 +1,4 @@
-"""Rules on what a script does to gradients between the backward pass and the step, and on the mode of the model."""
+"""Rules on what a script does to gradients between the backward pass and the step, and on the model's mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss"
 
 @rule("LS208", "shards-scaled-apart", "shards of one gradient are scaled by different factors")
 def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
-    """A norm that each rank computes from its own shards, and clips with."""
+    """Clipping with a norm that each rank computes from its own shards."""
     findings, seen = [], False
     for by_rank in steps(history).values():
         for group in replicas(history, "fsdp1", "fsdp2"):
@@ -31,35 +31,35 @@ def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
                     clips = [{"at": first["norm_at"]}] if first.get("norm_at") else first.get("clips") or [first]
                     shown = each_rank({rank: f"{factor:.4g}" for rank, factor in factors.items()})
                     evidence = f"between the backward pass and step {index}, shards were multiplied by {shown}"
-                    cause = "each rank clips by the norm of its own shards, and not by that of the whole gradient"
-                    remedy = "torch.nn.utils.clip_grad_norm_ of FSDP2's parameters, FSDP.clip_grad_norm_ of FSDP1, or "
-                    remedy += "all_reduce the sum of squares before its root"
+                    cause = "each rank clips by the norm of its shards instead of the norm of the whole gradient"
+                    remedy = "use torch.nn.utils.clip_grad_norm_ with FSDP2, FSDP.clip_grad_norm_ with FSDP1, or "
+                    remedy += "all_reduce the sum of squares before taking its root"
                     findings.append(Finding("LS208", place(clips[0].get("at")), evidence, cause, remedy, ranks, index))
                     break
-    return findings if seen else "no gradients in shards were followed from the backward pass to the step"
+    return findings if seen else "no sharded gradients were followed from the backward pass to the step"
 
 
 @rule("LS215", "labels-of-rank-0", "labels of gathered features lack the offset of the rank")
 def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
-    """A contrastive loss whose columns are the features of all ranks, and whose labels are 0, 1, 2, ... on each."""
+    """A contrastive loss with the features of all ranks as columns, but labels 0, 1, 2, ... on every rank."""
     told = list(history.of("labels"))
     for event in told:
         if event["rank"] and not event["first"]:
-            evidence = f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0, and the "
+            evidence = f"rank {event['rank']} has labels from 0 for its {event['rows']} rows, like rank 0, and the "
             evidence += f"loss has {event['rows'] * len(history.ranks)} columns"
-            cause = "the columns of a rank begin at rank * rows, so its labels point at the features of rank 0"
+            cause = "the columns of a rank start at rank * rows, so its labels point at the features of rank 0"
             remedy = "labels = torch.arange(rows) + rank * rows"
             ranks = tuple(history.ranks)
             return [Finding("LS215", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
-    return [] if told else "no loss compares rows of a rank with columns of all ranks"
+    return [] if told else "no loss compared rows of a rank with columns of all ranks"
 
 
 @rule("LS216", "gathered-constant", "gathered features carry no gradient", "warning")
 def gathered_constant(history: History) -> Iterable[Finding] | str:
-    """all_gather of features that need a gradient: a loss that compares with the result sees numbers."""
-    own = "or put the rank's own features back into their place"
-    cause = "the gather copies numbers: the gradient by the gathered features, also by the rank's own, is missing"
-    evidence, ranks = "the loss has a product with features that were gathered from all ranks", tuple(history.ranks)
+    """all_gather of features that need a gradient: the loss treats the result as constants."""
+    own = "or put the rank's own features back into the result"
+    cause = "the gather copies values: gathered features, including the local ones, carry no gradient"
+    evidence, ranks = "the loss multiplies features that were gathered from all ranks", tuple(history.ranks)
     found = []
     for event in history.of("gathered"):
         remedy = f"{event.get('remedy', 'torch.distributed.nn.functional.all_gather')}, {own}"
@@ -67,15 +67,15 @@ def gathered_constant(history: History) -> Iterable[Finding] | str:
     return found or "no features that need a gradient were gathered and multiplied in a loss"
 
 
-@rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
+@rule("LS209", "sum-not-awaited", "gradients are used before their sum is complete")
 def sum_not_awaited(history: History) -> Iterable[Finding] | str:
     """all_reduce(gradient, async_op=True) without wait() before the step."""
     findings: list[Finding] = []
     for event in history.of("hand_reduce"):
         if event.get("unwaited"):
-            evidence = f"the step began, and nobody had waited for the sum of {event.get('parameters')} gradients"
-            cause = "all_reduce with async_op=True returns at once; the step may use gradients of this rank alone"
-            remedy = "keep the works that all_reduce returns, and call wait() of each before optimizer.step()"
+            evidence = f"the step began before the script waited for the sum of {event.get('parameters')} gradients"
+            cause = "all_reduce with async_op=True returns at once; the step may use gradients of this rank only"
+            remedy = "keep the handles that all_reduce returns, and call wait() on each before optimizer.step()"
             at, ranks = place(event.get("at")), tuple(history.ranks)
             findings.append(Finding("LS209", at, evidence, cause, remedy, ranks, event["step"]))
     return findings if any(history.of("hand_reduce")) else "the script does not reduce gradients itself"
@@ -101,8 +101,8 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
             if turn is not None and ((turn and stays) or not all(others)):
                 evidence = f"from backward pass {turn} on, the model was in evaluation mode on rank {rank}"
                 evidence += "" if all(others) else ", and in training mode on others"
-                cause = "model.eval() was called, and model.train() was not called after it"
-                remedy = "model.train() at the beginning of each epoch, on all ranks"
+                cause = "model.eval() was called without model.train() after it"
+                remedy = "call model.train() at the start of each epoch, on all ranks"
                 since = told[turn][1]["evaluating"]
                 at = place(since if isinstance(since, list) else told[turn][1].get("at"))
                 findings.append(Finding("LS210", at, evidence, cause, remedy, (rank,), None))
@@ -110,16 +110,16 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no wrapped model with dropout or batch normalization was trained"
 
 
-@rule("LS211", "divided-twice", "the loss is divided once more than it should be", "warning")
+@rule("LS211", "divided-twice", "the loss is divided once too often", "warning")
 def divided_twice(history: History) -> Iterable[Finding] | str:
-    """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
+    """loss / world_size under a wrapper that averages, or loss / accumulation in a framework that also divides."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: list[Finding] = []
     seen, given = any(history.of("hand_reduce")), _given(history)
     by_micro_batches = any(len(passes(event)) == len(history.ranks) for event in history.of("step"))
     for event in history.of("hand_reduce") if not by_micro_batches else ():
         if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
-            evidence = f"gradients were summed over {len(history.ranks)} ranks, and divided by their number two times"
+            evidence = f"gradients were summed over {len(history.ranks)} ranks and divided by that number twice"
             remedy = "divide once: before the sum, after it, or by ReduceOp.AVG"
             at, ranks = place(event.get("at")), tuple(history.ranks)
             findings.append(Finding("LS211", at, evidence, None, remedy, ranks, event["step"]))
@@ -137,30 +137,30 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
             is_by_ranks = is_by_ranks and (backwards[0].get("divided_at") or not uses(history, "accelerate"))
             if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
-                cause = "the wrapper averages gradients over ranks: nothing is left to divide"
-                remedy = "loss.backward() of the mean over the batch of this rank"
+                cause = "the wrapper already averages gradients over ranks"
+                remedy = "call loss.backward() on the mean over this rank's batch"
                 findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
             what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
             of_one = list(itertools.takewhile(lambda op: not op.startswith(("Sum", *_MEANS)), ops))
             is_multiplied = any(op.startswith("MulBackward0") for op in of_one)  # others may be masks, or weights
             if what and ops[0].startswith("Div") and not is_multiplied and len(group) > 1:
-                evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
-                cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
-                remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
+                evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} in this step on all ranks"
+                cause = f"the wrapper averages gradients over {len(group)} ranks, which divides once more"
+                remedy = "divide by the count of this rank's batch, or multiply the loss by the number of ranks"
                 at = backwards[0].get("divided_at") or _division(backwards[0].get("loss_at"), at) or at
                 findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
-    return findings if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+    return findings if seen else "no wrapped model was trained, or a communication hook exchanges in its own way"
 
 
 def _division(loss_at: Any, at: Any) -> Any:
-    """The one line that divides between a loss and its backward pass in the same function, or that of the loss."""
+    """The one line that divides between a loss and its backward pass in the same function, or the line of the loss."""
     is_same = loss_at and at and (loss_at[0], loss_at[2]) == (at[0], at[2])
     rows = sources.divisions(at[0], loss_at[1], at[1]) if is_same else []
     return [at[0], rows[0], at[2]] if len(rows) == 1 else loss_at
 
 
 def _given(history: History) -> dict[tuple[int, int, float], str]:
-    """By optimizer, step and number: what all ranks together were given in this step."""
+    """By optimizer, step and number: what all ranks together received in this step."""
     sums: dict[tuple[int, int, str], dict[int, int]] = {}
     for (event, batches), what in itertools.product(_fed(history), ("samples", "valid", "shifted")):
         counts = [each[what] for each in batches if what in each]
@@ -172,7 +172,7 @@ def _given(history: History) -> dict[tuple[int, int, float], str]:
 
 
 def _fed(history: History) -> Iterator[tuple[Event, list[Event]]]:
-    """Steps, and the batches of each. A framework draws batches ahead: then each backward pass has one, in order."""
+    """Steps, and the batches of each. If a framework draws batches ahead, each backward pass has one, in order."""
     waiting: dict[tuple[int, int], list[Event]] = {}
     for event in history.of("step"):
         key, batches, count = (event["rank"], event["optimizer"]), event.get("micro_batches") or [], len(passes(event))
@@ -183,25 +183,25 @@ def _fed(history: History) -> Iterator[tuple[Event, list[Event]]]:
 
 
 def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
-    """Evidence, cause and remedy where each micro-batch's mean is divided by their number two times."""
+    """Evidence, cause and remedy if each micro-batch's mean is divided by their number twice."""
     count, ops = len(backwards), backwards[0].get("ops") or []
     is_twice = len(ops) > 2 and all(op.startswith("Div") for op in ops[:2]) and ops[2].startswith(_MEANS)
     if count < 2 or not is_twice or abs(backwards[0]["divisor"] - count * count) > _SAME:
         return None
     evidence = f"a mean loss was divided by {count * count} in each of {count} backward passes of a step"
-    cause = "the script divides by the number of micro-batches, and the framework does so once more"
-    return evidence, cause, "divide once: accelerator.backward and the Trainer divide by themselves"
+    cause = "the script divides by the number of micro-batches, and the framework does so again"
+    return evidence, cause, "do not divide: accelerator.backward and the Trainer already do"
 
 
 @rule("LS218", "multiplied-mean", "a mean loss is multiplied by the number of ranks", "warning")
 def multiplied_mean(history: History) -> Iterable[Finding] | str:
-    """A loss that ignores num_items_in_batch, in a Trainer of transformers that takes it for a share of all items."""
+    """A loss that ignores num_items_in_batch, in a transformers Trainer that expects a sum divided by all items."""
     told = list(history.of("scaled_loss"))
     for event in told:
         if event["mean"]:
             evidence = f"{event['op']}, a mean over the batch of this rank, was multiplied by {event['by']}"
             ignores = f"the loss of {event['model']}" if event.get("model") else f"{event['at'][2]}()"
-            cause = f"{ignores} ignores num_items_in_batch, and the Trainer takes the loss for a sum divided by that"
+            cause = f"{ignores} ignores num_items_in_batch, but the Trainer treats the loss as a sum divided by it"
             remedy = "return losses.sum() / num_items_in_batch"
             if event.get("model"):
                 remedy = "TrainingArguments(average_tokens_across_devices=False), or a compute_loss_func that divides"
@@ -212,7 +212,7 @@ def multiplied_mean(history: History) -> Iterable[Finding] | str:
 
 @rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")
 def class_weights_differ(history: History) -> Iterable[Finding] | str:
-    """Weights of a loss that each rank computes from its own part of the data."""
+    """Class weights of a loss that each rank computes from its own shard of the data."""
     lines: dict[tuple[str, int], dict[int, Event]] = {}
     for event in history.of("class_weights"):
         lines.setdefault(tuple(event["at"][:2]), {})[event["rank"]] = event
@@ -223,25 +223,25 @@ def class_weights_differ(history: History) -> Iterable[Finding] | str:
             if len(found) > 1 and differ({rank: event["digest"] for rank, event in found.items()}):
                 event = next(iter(found.values()))
                 evidence = f"the weights of {event['classes']} classes in this loss differ between {named(found)}"
-                cause = "each rank counted the classes of its own part of the data"
+                cause = "each rank counted the classes of its shard of the data"
                 remedy = "count on all ranks together: all_reduce the counts, or count the whole data set"
                 at, ranks = place(event["at"]), tuple(found)
                 findings.append(Finding("LS213", at, evidence, cause, remedy, ranks, event["step"]))
-    return findings if lines else "no loss had weights of classes"
+    return findings if lines else "no loss had class weights"
 
 
 @rule("LS212", "clip-before-average", "each rank clips its own gradient before ranks average", "warning")
 def clip_before_average(history: History) -> Iterable[Finding] | str:
-    """Clipping before the script's own all_reduce: the limit then is that of no gradient that is used."""
+    """Clipping before the script's all_reduce: the limit applies to gradients that no step uses."""
     reduced = {(e["rank"], e["step"]) for e in history.of("hand_reduce")}
     findings: list[Finding] = []
     for event in history.of("step"):
         clips = event.get("clips") or [] if (event["rank"], event["step"]) in reduced else []
         if clips and not any(each.get("reduced_before") for each in clips):
             at = clips[0].get("at")
-            evidence = "gradients were clipped first and summed over ranks later"
-            cause = "each rank scales by the norm of its own gradient, so ranks have unequal weights in the average"
-            remedy = "all_reduce the gradients, then clip"
+            evidence = "gradients were clipped before they were summed over ranks"
+            cause = "each rank scales by its own gradient norm, so ranks have unequal weights in the average"
+            remedy = "all_reduce the gradients first, then clip"
             ranks = tuple(history.ranks)
             findings.append(Finding("LS212", place(at), evidence, cause, remedy, ranks, event["step"]))
     return findings if reduced else "the script does not reduce gradients itself"

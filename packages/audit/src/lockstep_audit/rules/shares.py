@@ -15,18 +15,18 @@ from lockstep_audit.rules.facts import differ, each_rank, named, numbered, place
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _PADDING = 0.05
-"""So much of a share may be on another rank, too: samplers repeat samples to make shares equal."""
+"""This fraction of a shard may also be on another rank: samplers repeat samples to make shards equal."""
 _FEW_STEPS = 3
 _LEAST = 8
-"""So many numbers of a script's variables must differ: shares of ranks may have other numbers by chance."""
+"""At least this many of a script's numbers must differ: shards of ranks may differ in a few by chance."""
 _CLASHES = 1.1
-"""Two words may have one number by chance, where numbers come from hash()."""
+"""Two words may have one number by chance, if numbers come from hash()."""
 _OF_ALL = ("world", "ranks", "proc", "replica", "shard", "gpus", "nodes")
-_NO_GROUP = "no ranks that train one model together"
+_NO_GROUP = "no ranks train one model together"
 
 
 def _made(iteration: Iteration) -> Any:
-    """Where the sampler was made that deals the samples, or the loader."""
+    """Where the sampler that deals the samples was made, or else the loader."""
     if iteration.begin.get("sampler_at"):
         return iteration.begin["sampler_at"]
     return iteration.begin.get("made_at") or iteration.begin.get("at")
@@ -42,9 +42,9 @@ def _firsts(history: History) -> list[dict[int, Iteration]]:
     return found
 
 
-@rule("LS107", "shared-twice", "the data are shared among ranks twice", "warning")
+@rule("LS107", "shared-twice", "the data are sharded twice", "warning")
 def shared_twice(history: History) -> Iterable[Finding] | str:
-    """A part of each rank that a framework or a second sampler deals to the ranks once more."""
+    """A rank's shard that a framework or a second sampler shards again."""
     findings, firsts = [], _firsts(history)
     for its in firsts:
         first = next(iter(its.values()))
@@ -54,7 +54,7 @@ def shared_twice(history: History) -> Iterable[Finding] | str:
             findings.append(_twice(_made(first), evidence, tuple(its)))
     streams = {event["rank"]: event for event in history.of("stream")}
     if len(streams) > 1 and _apart([event["samples"] for event in streams.values()]):
-        evidence = "a shard takes every n-th part of what should be one stream, and ranks have streams of their own"
+        evidence = "a shard takes every n-th part of what should be one stream, but each rank has its own stream"
         first_stream = next(iter(streams.values()))
         loader = next((its for its in firsts if any(it.begin.get("is_iterable") for it in its.values())), None)
         at = _made(next(iter(loader.values()))) if loader else first_stream.get("at")
@@ -65,18 +65,18 @@ def shared_twice(history: History) -> Iterable[Finding] | str:
             made[key][rank] = event
     for by_rank in made.values():
         if name := _part_of_rank({rank: event.get("parts") or {} for rank, event in by_rank.items()}):
-            evidence = f"one rank reads the stream for all, and `{name}` of the stream is another on each rank: what "
-            evidence += "others would read, nobody trains on"
+            evidence = f"one rank reads the stream for all, and `{name}` of the stream differs by rank: the samples of "
+            evidence += "other ranks are never trained on"
             findings.append(_twice(next(iter(by_rank.values())).get("at"), evidence, tuple(by_rank)))
         elif asked := _asked({rank: event.get("asks") or {} for rank, event in by_rank.items()}):
-            evidence = f"one rank reads the stream for all, and the stream asks for `{asked[0]}` and `{asked[1]}`: "
-            evidence += "what others would read, nobody trains on"
+            evidence = f"one rank reads the stream for all, and the stream uses `{asked[0]}` and `{asked[1]}`: "
+            evidence += "the samples of other ranks are never trained on"
             findings.append(_twice(asked[2], evidence, tuple(by_rank)))
-    return findings if firsts or streams or made else "no DataLoader in training"
+    return findings if firsts or streams or made else "training used no DataLoader"
 
 
 def _part_of_rank(parts: dict[int, dict[str, Any]]) -> str | None:
-    """What each rank's stream has of its own: a list without a common element, or the rank beside their number."""
+    """What differs in each rank's stream: a list without a common element, or the rank next to the number of ranks."""
     if len(parts) < 2:
         return None
     names = [name for name in next(iter(parts.values())) if all(name in held for held in parts.values())]
@@ -92,7 +92,7 @@ def _part_of_rank(parts: dict[int, dict[str, Any]]) -> str | None:
 
 
 def _asked(asks: dict[int, dict[str, Any]]) -> tuple[str, str, Any] | None:
-    """The names by which streams ask for their rank and for the number of ranks, and where they ask for the rank."""
+    """The names by which streams use their rank and the number of ranks, and where they use the rank."""
     first = next(iter(asks.values()))
     names = [name for name in first if len(asks) > 1 and all(name in held for held in asks.values())]
     mine = [name for name in names if all(held[name][0] in ("rank", rank) for rank, held in asks.items())]
@@ -102,15 +102,15 @@ def _asked(asks: dict[int, dict[str, Any]]) -> tuple[str, str, Any] | None:
 
 
 def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
-    cause = "the script deals the data itself, and the framework or the second sampler deals the part of a rank again"
-    remedy = "deal once: give the framework the whole data set, or switch its own sampler off"
+    cause = "the script shards the data, and the framework or a second sampler shards each rank's shard again"
+    remedy = "shard once: give the framework the whole data set, or switch its sampler off"
     return Finding("LS107", place(at), evidence, cause, remedy, ranks, 0)
 
 
 def _apart(streams: list[list[Any]]) -> bool:
-    """True if the first samples of streams are not the same: one field has others throughout, and a label differs.
+    """True if the first samples of streams differ: one field differs throughout, and a label differs.
 
-    A field that changes, and is the same on all ranks, says that the streams are the same, and augmented apart.
+    A field that changes and is the same on all ranks shows that the streams are equal, but augmented differently.
     """
     samples = [both for one, other in combinations(streams, 2) for both in zip(one, other, strict=False)]
     rows = [list(zip(one or (), other or (), strict=False)) for one, other in samples]
@@ -126,15 +126,15 @@ def _apart(streams: list[list[Any]]) -> bool:
     return is_other and is_known
 
 
-@rule("LS108", "shares-wrong", "shares of ranks overlap, or leave samples out")
+@rule("LS108", "shares-wrong", "shards of ranks overlap or leave samples out")
 def shares_wrong(history: History) -> Iterable[Finding] | str:
-    """Samplers of ranks that deal from other orders, or to more ranks than there are."""
+    """Samplers of ranks that deal from different orders, or to more ranks than there are."""
     groups, findings, seen = replicas(history), [], False
     fixed = _fixed(history)
     for its in _firsts(history) if groups else ():
         first = next(iter(its.values()))
         if first.shards > len(history.ranks):
-            evidence = f"the sampler deals to {first.shards} ranks, and there are {len(history.ranks)}"
+            evidence = f"the sampler deals to {first.shards} ranks, but there are {len(history.ranks)}"
             findings.append(_wrong(first, evidence, "num_replicas is not the number of ranks", tuple(its)))
             continue
         mine = {rank: it for rank, it in its.items() if any(rank in group for group in groups)}
@@ -145,7 +145,7 @@ def shares_wrong(history: History) -> Iterable[Finding] | str:
             found = _overlap(its[one], its[other], known[one], known[other], len(its))
             if found:
                 seeds = {rank: (it.begin.get("distributed") or {}).get("seed") for rank, it in its.items()}
-                cause = "each rank deals from an order of its own"
+                cause = "each rank deals from its own order"
                 cause += f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
                 findings.append(_wrong(first, f"{found} {named([one, other])}", cause, tuple(its)))
                 break
@@ -155,12 +155,12 @@ def shares_wrong(history: History) -> Iterable[Finding] | str:
 
 
 def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) -> Finding:
-    remedy = "the same seed, epoch and num_replicas on all ranks, or one permutation of which each takes [rank::world]"
+    remedy = "use one seed, epoch and num_replicas on all ranks, or give each rank [rank::world] of one permutation"
     return Finding("LS108", place(_made(first)), evidence, cause, remedy, ranks, first.begin["step"])
 
 
 def _fixed(history: History) -> set[tuple[int, int]]:
-    """Ranks and loaders that read the same samples in all epochs, and not in the same order: a share by hand."""
+    """Ranks and loaders that read the same samples in all epochs, in different orders: a split by hand."""
     found = set()
     for epochs in iterations(history).values():
         for rank in history.ranks:
@@ -172,9 +172,9 @@ def _fixed(history: History) -> set[tuple[int, int]]:
 
 
 def _share(iteration: Iteration, is_fixed: bool) -> set[int] | None:
-    """The samples of an epoch of a rank, as numbers of the data set below. None: not known, or drawn otherwise.
+    """A rank's samples of an epoch, as indices of the underlying data set. None: unknown, or drawn in another way.
 
-    Without those of the last batch, which Accelerate fills with samples from the beginning of the epoch.
+    The last batch is excluded, because Accelerate fills it with samples from the start of the epoch.
     """
     mapped, indices = iteration.begin.get("mapped"), iteration.indices
     if (iteration.begin.get("distributed") or {}).get("even_batches"):
@@ -199,7 +199,7 @@ def _overlap(one: Iteration, other: Iteration, mine: set[int], theirs: set[int],
 
 @rule("LS109", "workers-repeat", "all workers of a loader read the same samples")
 def workers_repeat(history: History) -> Iterable[Finding] | str:
-    """An IterableDataset with several workers, each of which gives the whole stream."""
+    """An IterableDataset with several workers that each yield the whole stream."""
     findings, seen = [], False
     for its in _firsts(history):
         wrong = []
@@ -213,16 +213,16 @@ def workers_repeat(history: History) -> Iterable[Finding] | str:
                     wrong.append(rank)
         if wrong:
             it = its[wrong[0]]
-            evidence = f"the batches of all {it.begin['num_workers']} workers are equal bit by bit, on {named(wrong)}"
-            cause = "each worker has a copy of the IterableDataset, and each copy gives all samples"
-            remedy = "take a part in __iter__: samples[info.id :: info.num_workers] with info = get_worker_info()"
+            evidence = f"the batches of all {it.begin['num_workers']} workers are bitwise equal on {named(wrong)}"
+            cause = "each worker has a copy of the IterableDataset, and each copy yields all samples"
+            remedy = "take a shard in __iter__: samples[info.id :: info.num_workers] with info = get_worker_info()"
             findings.append(Finding("LS109", place(_made(it)), evidence, cause, remedy, tuple(wrong), it.begin["step"]))
     return findings if seen else "no IterableDataset with several workers"
 
 
-@rule("LS110", "ids-differ", "ranks give other numbers to the same things")
+@rule("LS110", "ids-differ", "class or label ids differ between ranks")
 def ids_differ(history: History) -> Iterable[Finding] | str:
-    """Words or classes that are numbered in an order of each rank's own, such as that of a set, or by hash()."""
+    """Words or classes whose numbers follow an order that differs by rank, such as that of a set, or hash()."""
     findings, seen = list[Finding](), False
     for event, by_rank in [*probes(history), *_held(history)]:
         columns = list(zip(*by_rank.values(), strict=False))
@@ -232,18 +232,18 @@ def ids_differ(history: History) -> Iterable[Finding] | str:
             others = _renamed([pair for both in fields for pair in _pairs(both)])
             if len(others) > 5 and len(set(others)) > event.get("least", 1):
                 shown = some([f"{a} is {b}" for a, b in dict.fromkeys(others)])
-                evidence = f"the same samples have other numbers on ranks 0 and 1, one for one: {shown}"
-                cause = "the numbers follow an order that differs by process: that of a set, or of files in a folder"
+                evidence = f"the same samples have different ids on ranks 0 and 1, one for one: {shown}"
+                cause = "the ids follow an order that differs by process: that of a set, or of files in a folder"
                 remedy = "sort before numbering: for number, word in enumerate(sorted(words))"
                 files = [event["at"][0] if event.get("at") else None, event.get("defined_in")]
                 lines = sources.unordered(files)
                 if not lines and (lines := _hashes(files)):
-                    cause = "Python gives hash() of the same text another value in each process"
-                    remedy = "zlib.crc32(text.encode()), or another hash that is the same in every process"
+                    cause = "hash() of the same text differs between Python processes"
+                    remedy = "use zlib.crc32(text.encode()), or another hash that is the same in every process"
                 at = Place(*lines[0], "") if lines else place(event.get("at"))
                 findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
                 break
-    return findings if seen else "no samples of data that a sampler deals were compared"
+    return findings if seen else "no samples of data that a sampler deals to ranks were compared"
 
 
 def _hashes(files: list[str | None]) -> list[tuple[str, int]]:
@@ -253,7 +253,7 @@ def _hashes(files: list[str | None]) -> list[tuple[str, int]]:
 
 
 def _renamed(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pairs that differ, if the numbers of one rank stand one for one for those of the other, and not shifted."""
+    """The pairs that differ, if the numbers of the two ranks correspond one for one, and not by a constant shift."""
     forth, back = defaultdict(set), defaultdict(set)
     for a, b in pairs:
         forth[a].add(b)
@@ -264,7 +264,7 @@ def _renamed(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _held(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
-    """Whole numbers that scripts without a loader hold, in the form of `probes`: each variable is a field of one."""
+    """Integers that scripts without a loader hold, in the form of `probes`: each variable is a field of one sample."""
     told = {event["rank"]: event for event in history.of("numbers")}
     if len(told) < 2 or not replicas(history):
         return []
@@ -273,9 +273,9 @@ def _held(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
     return [({**next(iter(told.values())), "least": _LEAST}, rows)]
 
 
-@rule("LS113", "order-lost", "the order of the script's own sampler is shuffled away", "warning")
+@rule("LS113", "order-lost", "the order of the script's sampler is lost", "warning")
 def order_lost(history: History) -> Iterable[Finding] | str:
-    """Training loaders whose samples are dealt at random, where the script's sampler has an order of its own."""
+    """Training loaders whose samples are dealt at random, although the script's sampler has its own order."""
     findings, firsts = {}, _firsts(history)
     for by_rank in firsts:
         first = next(iter(by_rank.values())).begin
@@ -285,39 +285,41 @@ def order_lost(history: History) -> Iterable[Finding] | str:
             other = dealt.get("kind") if dealt.get("shuffle") else first.get("sampler_kind")
             evidence = f"the script's loader has {kind}, and a {other} gave its samples in a random order to "
             evidence += f"{named(by_rank)}: {some(map(str, next(iter(by_rank.values())).indices), 5)}"
-            cause = f"what deals samples to ranks was put around or in place of {kind}, and it shuffles"
-            remedy = f"let {kind} give each rank its part (order[rank::world_size]) and forbid the other sampler: "
+            cause = f"the sampler that deals samples to ranks wraps or replaces {kind}, and it shuffles"
+            remedy = f"let {kind} give each rank its shard (order[rank::world_size]) and disable the other sampler: "
             remedy += (
                 "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of Accelerate, or "
             )
-            remedy += "shuffle=False of a wrapper of your own"
+            remedy += "shuffle=False in your wrapper"
             findings[place(at)] = Finding("LS113", place(at), evidence, cause, remedy, tuple(by_rank), first["step"])
     return list(findings.values()) if firsts else "no DataLoader in training"
 
 
-@rule("LS112", "inputs-differ", "the same samples have other inputs on each rank", "warning")
+@rule("LS112", "inputs-differ", "the same samples have different inputs on each rank", "warning")
 def inputs_differ(history: History) -> Iterable[Finding] | str:
-    """Inputs that ranks prepare in ways of their own, such as with the mean of a part of the data."""
+    """Inputs that each rank prepares in its own way, such as with the mean of its shard of the data."""
     findings, probed = {}, probes(history)
     for event, by_rank in probed:
         rows = [row for row in zip(*by_rank.values(), strict=False) if len({len(fields) for fields in row}) == 1]
         columns = [[p for p in column if None not in p] for column in zip(*map(_fields, rows), strict=False)]
         known = [[len(set(map(str, parts))) > 1 for parts in column] for column in columns if column]
         if len(known) > 1 and len(rows) > 1 and any(map(all, known)) and not all(map(any, known)):
-            evidence = f"samples of the same number, read twice at the end, have other inputs on {named(by_rank)}, and "
+            evidence = (
+                f"samples with equal indices, read twice at the end, have unequal inputs on {named(by_rank)}, and "
+            )
             evidence += "their other fields are equal"
-            cause = "each rank prepares the data with numbers of its own, or augments them once, by a seed of its own"
-            remedy = "compute what prepares the data on all ranks together, or on one rank, and broadcast it"
+            cause = "each rank prepares the data with its own statistics, or augments them once with its own seed"
+            remedy = "compute the statistics on all ranks together, or on one rank, and broadcast them"
             found = event.get("dataset_at") or event.get("at")
             at = place(found)
             if lines := sources.set_in_prepare_data([found[0] if found else None, event.get("defined_in")]):
-                cause = "Lightning calls prepare_data on one rank of a machine only: others do not have what it sets"
-                remedy = "set it in setup, which runs on all ranks, and let prepare_data write files only"
+                cause = "Lightning calls prepare_data on only one rank of a machine: the others lack what it sets"
+                remedy = "set it in setup, which runs on all ranks, and let prepare_data only write files"
             elif found and (lines := sources.made_on_one_rank(found[0], found[1])):
-                cause = "one rank alone sets this, and others prepare the data without it"
+                cause = "only one rank sets this, and the others prepare the data without it"
             at = Place(*lines[0], "") if lines else at
             findings[at] = Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"])
-    return list(findings.values()) if probed else "no samples of data that a sampler deals were compared"
+    return list(findings.values()) if probed else "no samples of data that a sampler deals to ranks were compared"
 
 
 def _fields(row: tuple[list[Any], ...]) -> list[tuple[Any, ...]]:
@@ -349,7 +351,7 @@ def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
 
 @rule("LS111", "same-noise", "all ranks draw the same random numbers", "warning")
 def same_noise(history: History) -> Iterable[Finding] | str:
-    """Noise in training that is equal on all ranks: N ranks try one noise instead of N."""
+    """Noise in training that is equal on all ranks: N ranks use the same noise instead of N different ones."""
     groups, lines = replicas(history), dict[tuple[Any, ...], dict[int, dict[int, list[str]]]]()
     for event in history.of("drawn"):
         by_rank = lines.setdefault(tuple(event["at"]), {})
@@ -362,8 +364,8 @@ def same_noise(history: History) -> Iterable[Finding] | str:
         steps = sorted(drawn[group[0]])
         digests = [digest for each in drawn[group[0]].values() for digest in each]
         if len(steps) >= _FEW_STEPS and steps[-1] - steps[0] < len(steps) and len(set(digests)) == len(digests):
-            evidence = f"what this line drew in {len(steps)} steps after another is equal on {named(group)}"
-            cause = "the ranks began with the same seed, and draw the same numbers"
-            remedy = "a generator of each rank for noise: torch.Generator().manual_seed(seed + rank)"
+            evidence = f"what this line drew in {len(steps)} successive steps is equal on {named(group)}"
+            cause = "the ranks started with the same seed and draw the same numbers"
+            remedy = "draw noise from a generator per rank: torch.Generator().manual_seed(seed + rank)"
             findings.append(Finding("LS111", place(at), evidence, cause, remedy, group, steps[0]))
     return findings if lines and groups else "no line of the script drew random numbers in training"

@@ -1,4 +1,4 @@
-"""Batches that one rank left out alone: of ranks that wait for each other after unequal numbers of backward passes."""
+"""Batches that only one rank skipped: for ranks that wait for each other after unequal numbers of backward passes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep_audit.rules.facts import differ, line, named, place
 from lockstep_audit.rules.loaders import iterations
 from lockstep_audit.rules.sources import holds, nodes
 
-REMEDY = "decide on all ranks together: all_reduce the flag (MAX), and leave the batch out on all ranks or on none"
+REMEDY = "decide together: all_reduce the flag (MAX), and skip the batch on all ranks or on none"
 _TESTS = ("nan", "finite", "isinf", "numel", "len", "shape", "size", "None")
-"""What an `if` asks that leaves out a batch for what is in it."""
+"""What an `if` tests when it skips a batch because of its contents."""
 
 
 def skipped(history: History, ranks: Iterable[int]) -> tuple[Place | None, str] | None:
-    """Where a rank left out a batch that another trained on, and what is known of it. None: no rank did so alone."""
+    """Where a rank skipped a batch that another trained on, and what is known about it. None: no rank did so alone."""
     gaps = {rank: list(_gaps(history, rank)) for rank in ranks}
     if len(gaps) < 2 or not all(gaps.values()) or not _are_alike(history, gaps):
         return None
@@ -34,7 +34,7 @@ def skipped(history: History, ranks: Iterable[int]) -> tuple[Place | None, str] 
 
 
 def _gaps(history: History, rank: int) -> Iterable[tuple[int, Event]]:
-    """How many batches had no backward pass, after each step and at the end of the last loop, of one rank."""
+    """How many batches of one rank had no backward pass, after each step and at the end of the last loop."""
     left = 0
     for event in history.of("step", rank=rank):
         left += len(event.get("micro_batches") or ()) - len(event.get("backwards") or ())
@@ -49,7 +49,7 @@ def _gaps(history: History, rank: int) -> Iterable[tuple[int, Event]]:
 
 
 def _are_alike(history: History, ranks: Iterable[int]) -> bool:
-    """True if these ranks made the same loops: else a rank's data ended, it left a loop, or it drew a batch beside."""
+    """True if these ranks ran the same loops. If not, data ended, a rank left a loop, or it drew an extra batch."""
     wanted, known = {*ranks}, iterations(history)
     for epochs in known.values():
         turns = {rank: sum(rank in by_rank for by_rank in epochs.values()) for rank in wanted}
@@ -72,8 +72,8 @@ def _told(history: History, rank: int, event: Event) -> tuple[Place | None, str]
     last = given[-2 if len(given) > 1 else -1]["batch"]
     which = f"batch {first}" if first == last else f"one of the batches {first} to {last}"
     epoch = f" of epoch {loop['epoch']}" if loop and "epoch" in loop else ""
-    told = f"{named([rank])} left out {which}{epoch}, and not all others did: since then each of its passes is paired "
-    told += "with that of another batch, and the last pass of a rank waits in vain"
+    told = f"{named([rank])} skipped {which}{epoch}, and not all others did: since then, each of its passes is paired "
+    told += "with that of a different batch, and the last pass of a rank waits forever"
     at = (loop or {}).get("at")
     rows = [found for each in _lasts(passes) for found in left_out(at, each.get("at"), each.get("loss_at"))]
     found = min(rows, default=None)
@@ -88,10 +88,10 @@ def _lasts(passes: list[Event]) -> list[Event]:
 
 
 def left_out(loop: Any, backward: Any, loss: Any = None) -> list[tuple[int, str, int]]:
-    """What can leave out a batch, as (order, file, line), the likely before others: of a loop and a backward pass.
+    """What can skip a batch, as (order, file, line), the likely ones first: for a loop and a backward pass.
 
-    An `if` or an `except` of the loop before the backward pass, or of the functions in which the loss and the backward
-    pass are. Lines that ask for numbers that are not finite, or for nothing, come first.
+    It is an `if` or an `except` of the loop before the backward pass, or of the functions that contain the loss and the
+    backward pass. Lines that test for non-finite numbers, or for empty or missing data, come first.
     """
     found: list[tuple[int, str, int]] = []
     for path, row, last in {(at[0], at[1], end) for at, end in ((loop, None), (backward, True), (loss, False)) if at}:
@@ -116,12 +116,12 @@ def _first(node: ast.AST) -> int:
 
 
 def _ends(body: list[ast.stmt]) -> bool:
-    """True if what follows is left out: an error is passed over, or the way leads to the next batch."""
+    """True if what follows is skipped: an error is swallowed, or control passes to the next batch."""
     return not any(isinstance(each, (ast.Raise, ast.Break)) for each in body)
 
 
 def _leaves(node: ast.If, scope: ast.AST | None, backward: int | None) -> bool:
-    """True if an `if` leaves out what comes behind it, or the backward pass in it."""
+    """True if an `if` skips the code after it, or the backward pass in it."""
     inner = [each for part in (node.body, node.orelse) for one in part for each in ast.walk(one)]
     ways = (ast.Return,) if isinstance(scope, ast.FunctionDef) else (ast.Continue, ast.Return)
     return any(isinstance(each, ways) for each in inner) or (backward is not None and holds(node, backward))

@@ -1,4 +1,4 @@
-"""What the text of a script says of a line that a rule has found: nothing is found by the text alone."""
+"""What the source of a script says about a line that a rule has found. The source by itself yields no findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHANGES = ("update", "step", "average", "lerp", "mul_", "add_", "copy_", "load_
 
 @functools.lru_cache(maxsize=64)
 def nodes(path: str) -> tuple[ast.AST, ...]:
-    """All nodes of a file; none if the file is not there or is no Python."""
+    """All nodes of a file; none if the file is missing or is not Python."""
     try:
         return tuple(ast.walk(ast.parse(Path(path).read_text(errors="replace"))))
     except (OSError, SyntaxError, ValueError):
@@ -40,7 +40,7 @@ def holds(node: ast.AST | None, row: int) -> bool:
 
 
 def unordered(paths: Iterable[str | None]) -> list[tuple[str, int]]:
-    """Lines that take the elements of a set, or the files of a folder, in the order in which they come."""
+    """Lines that iterate over a set, or over the files of a folder, in the order in which they come."""
     found = []
     for path in dict.fromkeys(path for path in paths if path):
         members = {t.attr for n in nodes(path) for t in _made_sets(n) if isinstance(t, ast.Attribute)}
@@ -58,12 +58,12 @@ def unordered(paths: Iterable[str | None]) -> list[tuple[str, int]]:
 
 
 def _made_sets(node: ast.AST) -> list[ast.expr]:
-    """The variables and attributes that are given a set."""
+    """The variables and attributes that hold a set."""
     return node.targets if isinstance(node, ast.Assign) and _is_unordered(node.value, set()) else []
 
 
 def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function without those of functions in it; of a file, those outside of functions."""
+    """The nodes of a function without those of nested functions; of a file, those outside functions."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -86,7 +86,7 @@ def _is_returned(path: str, row: int) -> bool:
 
 
 def returns(path: str, row: int) -> list[int]:
-    """Lines where the innermost function around a line gives something back behind it."""
+    """Lines after a line at which the innermost function around it returns a value."""
     functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
     own = own_nodes(max(functions, key=lambda function: function.lineno)) if functions else ()
     return sorted(n.lineno for n in own if isinstance(n, ast.Return) and n.value and n.lineno > row)
@@ -99,7 +99,7 @@ def _is_unordered(node: ast.AST, sets: set[str]) -> bool:
 
 
 def ways_out(path: str, inside: int, outside: int) -> list[int]:
-    """Lines of `break` and `return` that lead out of the loops around a line, to a line behind these loops."""
+    """Lines of `break` and `return` that leave the loops around a line, for a line after these loops."""
     loops = [n for n in nodes(path) if isinstance(n, (ast.For, ast.While)) and holds(n, inside)]
     return sorted({row for loop in loops if not holds(loop, outside) for row in _breaks(loop)})
 
@@ -113,7 +113,7 @@ def _breaks(node: ast.AST, is_own: bool = True) -> Iterator[int]:
 
 
 def cuts(path: str) -> bool:
-    """True if a slice ends where a data set does, or cuts what was joined: repeated samples are cut off by hand."""
+    """True if a slice ends where a data set does, or truncates a concatenation: repeats are removed by hand."""
     for node in nodes(path):
         end = node.slice.upper if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) else None
         if end is not None and isinstance(node, ast.Subscript):
@@ -140,7 +140,7 @@ def stops(path: str) -> list[int]:
 
 
 def condition(path: str, before: int, after: int) -> int | None:
-    """The first `if` behind a line that decides whether a later line is reached."""
+    """The first `if` after a line that decides whether a later line is reached."""
     found = [node for node in nodes(path) if isinstance(node, ast.If) and before < node.lineno < after]
     ways = (ast.Continue, ast.Break)
     found = [n for n in found if holds(n, after) or any(isinstance(each, ways) for each in ast.walk(n))]
@@ -172,7 +172,7 @@ def sets_rates(path: str) -> list[int]:
 
 
 def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
-    """Lines of calls that change something, by the words in their names, below an `if` that asks for the rank."""
+    """Lines of calls that change something, judging by their names, below an `if` that tests the rank."""
     branches = [node for node in nodes(path) if isinstance(node, ast.If)]
     branches = [b for b in branches if any(w in name_of(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
     found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
@@ -180,7 +180,7 @@ def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
 
 
 def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
-    """Lines of a Lightning module's prepare_data that set what other methods read, and only its constructor sets."""
+    """Lines of Lightning's prepare_data that set what other methods read and only the constructor also sets."""
     found = []
     for path in dict.fromkeys(path for path in paths if path):
         for kind in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
@@ -204,9 +204,9 @@ def _loaded(node: ast.AST) -> set[str]:
 
 
 def made_on_one_rank(path: str, row: int) -> list[tuple[str, int]]:
-    """Lines below an `if` that asks for the rank, and has no `else`, that make what a later line of the function uses.
+    """Lines below an `if` without `else` that tests the rank, and that make what a later line of the function uses.
 
-    What ranks exchange after that is left out.
+    What ranks exchange after that is excluded.
     """
     functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
     scope = [*nodes(path)[:1], *sorted(functions, key=lambda function: function.lineno)][-1:]
@@ -226,11 +226,10 @@ def made_on_one_rank(path: str, row: int) -> list[tuple[str, int]]:
 
 
 def unfreezes(path: str, wrapped: int) -> int | None:
-    """The line that sets `requires_grad` to something else than False, after the line that wraps the model.
+    """The line after the wrapping of the model that sets `requires_grad` to something other than False.
 
-    What a function does that also freezes, such as a constructor, came before, unless it is the function that wraps.
-    Of a function that sets what it is given, the line is that of its call. None: there is no such line, or several
-    functions have one.
+    What a function does that also freezes, such as a constructor, came before, unless that function wraps. If a
+    function sets its arguments, the line is that of its call. None: there is no such line, or there are several.
     """
     tree = nodes(path)
     functions = {n.lineno: n for n in tree if isinstance(n, ast.FunctionDef)}
@@ -252,7 +251,7 @@ def unfreezes(path: str, wrapped: int) -> int | None:
 
 
 def _scope(functions: dict[int, ast.FunctionDef], row: int) -> int:
-    """The first line of the innermost function around a line; 0 outside of functions."""
+    """The first line of the innermost function around a line; 0 outside functions."""
     return max((first for first, f in functions.items() if first <= row <= (f.end_lineno or 0)), default=0)
 
 

@@ -1,4 +1,4 @@
-"""The rule on numbers of steps and of backward passes that differ between ranks."""
+"""The rule on numbers of steps and backward passes that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep_audit.rules.partings import Indexed
 
 @rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")
 def steps_differ(history: History) -> Iterable[Finding] | str:
-    """A rank that leaves out a step, or a backward pass that exchanges gradients."""
+    """A rank that skips a step, or a backward pass that exchanges gradients."""
     groups, findings, seen = replicas(history), [], False
     joined = any(event.get("joined") for event in history.of("loader_end", "exit"))
     for key, by_rank in steps(history).items():
@@ -28,19 +28,19 @@ def steps_differ(history: History) -> Iterable[Finding] | str:
 
 
 def _idle(history: History, group: tuple[int, ...], by_rank: Indexed) -> list[Finding]:
-    """A rank that makes backward passes, and no step of any optimizer."""
+    """A rank that makes backward passes but never steps an optimizer."""
     passes_of = {event["rank"]: event.get("backwards_left") for event in history.of("exit")}
     idle = [rank for rank in group if passes_of.get(rank) and not any(history.of("step", rank=rank))]
     first = next((events[min(events)] for rank, events in sorted(by_rank.items()) if rank in group), None)
     if not idle or first is None:
         return []
-    evidence = f"{named(idle)} made {passes_of[idle[0]]} backward passes and no step, and others made steps"
-    remedy = "every rank steps: their parameters are equal because all do the same"
+    evidence = f"{named(idle)} made {passes_of[idle[0]]} backward passes and no step, while others made steps"
+    remedy = "step on every rank: parameters stay equal because all ranks do the same"
     return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 
 
 def _left_out(history: History, key: Key, ranks: tuple[int, ...], by_rank: Indexed) -> Finding | None:
-    remedy = "decide on all ranks together: all_reduce the flag (MAX) before `continue` or a skipped step"
+    remedy = "decide together: all_reduce the flag (MAX) before `continue` or a skipped step"
     sums = dict.fromkeys(ranks, 0)
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         for rank in ranks:
@@ -50,7 +50,7 @@ def _left_out(history: History, key: Key, ranks: tuple[int, ...], by_rank: Index
             event = by_rank[max(sums, key=lambda rank: sums[rank])][index]
             backwards = event.get("backwards") or [{}]
             evidence = f"before step {index} of this optimizer, backward passes with an exchange: {each_rank(sums)}"
-            cause = "a rank left out a step after a backward pass: its gradients are then paired with other steps'"
+            cause = "a rank skipped a step after a backward pass: its gradients are then paired with other steps'"
             if skip := skips.skipped(history, ranks):
                 return Finding("LS206", skip[0], evidence, skip[1], skips.REMEDY, ranks, index)
             at = place(backwards[0].get("at") or event.get("at"))
@@ -64,7 +64,7 @@ def _left_out(history: History, key: Key, ranks: tuple[int, ...], by_rank: Index
     if not (is_over and differ(counts)) or not _exchanges(by_rank):
         return None
     event = by_rank[ranks[0]][max(by_rank[ranks[0]])]
-    evidence = f"steps of this optimizer until the end: {each_rank(counts)}"
+    evidence = f"steps of this optimizer by the end: {each_rank(counts)}"
     return Finding("LS206", place(event.get("at")), evidence, None, remedy, ranks, min(counts.values()))
 
 

@@ -1,4 +1,4 @@
-"""The rule on gradients that a script, or a communication hook of its own, sums over ranks."""
+"""The rule on gradients that a script, or its communication hook, sums over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep_audit.rules.partings import elements
 
 _NUMBERS = 4
 _CLOSE = 0.05
-"""So far may a sum be off that ranks exchange with half the bits."""
+"""A sum may be off by this much if ranks exchange with half the bits."""
 
 
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
@@ -28,23 +28,23 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
         if event.get("factor", 1.0) * len(history.ranks) < 1:
             continue  # LS211
         count, world = event.get("parameters"), len(history.ranks)
-        evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"
-        cause = "the loss is a mean over the batch of a rank, and a sum of means grows with the number of ranks"
+        evidence = f"{count} gradients were summed over {world} ranks, and the step used the sum"
+        cause = "the loss is a mean over a rank's batch, so the sum of means grows with the number of ranks"
         remedy = "divide by world_size after all_reduce, use op=ReduceOp.AVG, or divide the loss by the global batch"
         told = (evidence, cause, remedy, tuple(history.ranks), event["step"])
         findings.append(Finding("LS205", place(event.get("at")), *told))
     for event, made in _sums_of_hooks(history):
         if not _counts_before(history, event) and not _divided_loss(history, event):
-            evidence = f"what the communication hook gives is the sum over {len(history.ranks)} ranks of what they gave"
+            evidence = f"the communication hook returns the sum of its inputs over {len(history.ranks)} ranks"
             cause = "DistributedDataParallel leaves the division to the hook, and the hook does not divide"
-            remedy = "divide the buffer of the bucket by the number of ranks in the hook"
+            remedy = "divide the bucket's buffer by the number of ranks in the hook"
             findings.append(Finding("LS205", place(made), evidence, cause, remedy, tuple(history.ranks), event["step"]))
     is_seen = reduced or any(history.of("hook_sums"))
     return findings if is_seen else "the script does not reduce gradients itself"
 
 
 def _sums_of_hooks(history: History) -> Iterator[tuple[Event, Any]]:
-    """Hooks of DDP that give the sum of all ranks' gradients: an event of the first rank, and where it was made."""
+    """DDP hooks that return the sum of all ranks' gradients: an event of the first rank, and the registering line."""
     for model, at in {event["model"]: event.get("at") for event in history.of("hook")}.items():
         told: dict[int, dict[int, Event]] = {}
         for event in (each for each in history.of("hook_sums") if each["model"] == model):
@@ -55,7 +55,7 @@ def _sums_of_hooks(history: History) -> Iterator[tuple[Event, Any]]:
 
 
 def _is_sum(by_rank: dict[int, Event]) -> bool:
-    """True if what a hook gave is the sum of what the ranks gave, for all parameters together."""
+    """True if a hook returned the sum of what the ranks passed in, over all parameters together."""
     sums = [event["sums"] for event in by_rank.values()]
     totals = {name: sum(each[name][0] for each in sums if name in each) for name in sums[0]}
     return bool(sum(abs(sums[0][n][1] - t) for n, t in totals.items()) < _CLOSE * sum(map(abs, totals.values())))
@@ -70,7 +70,7 @@ def _counts_before(history: History, event: Event) -> bool:
 
 
 def _divided_loss(history: History, event: Event) -> bool:
-    """True if the loss was divided: by a multiple of the number of ranks, or by an unknown number."""
+    """True if the loss was divided by a multiple of the number of ranks, or by an unknown number."""
     for step in history.of("step", rank=event["rank"]):
         for each in step.get("backwards") or ():
             divisor = each.get("divisor")

@@ -1,4 +1,4 @@
-"""Rules on models that no wrapper has: trained by each rank for itself, or copied."""
+"""Rules on models without a wrapper: trained by each rank for itself, or copied."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lockstep_audit.rules.partings import averages, compared_steps, hooked, own_
 _SUMMING = {"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into_tensor"}
 
 
-@facts.rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
+@facts.rule("LS207", "never-exchanged", "ranks train on shards of the data, but nothing exchanges gradients")
 def never_exchanged(history: History) -> Iterable[Finding] | str:
-    """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
+    """An optimizer of a model without a wrapper: each rank trains its own model on its shard of the data."""
     trained = _reads_a_part(history)
     if len(trained) < 2:
         return "no training on data that a sampler deals to ranks"
@@ -31,16 +31,16 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
         pairs = list(compared_steps(by_rank, ranks, set())) if len(ranks) > 1 else []
         pairs = [each for each in pairs if not {*each.parameters} <= own]
         if pairs and alone and key in owned and all(each.gradients and each.parameters for each in pairs):
-            at, words = facts.place(alone[0].get("at")), "the process group of the wrapper has this rank alone"
-            remedy = "DistributedDataParallel(model) with the group of all ranks that train the model"
+            at, words = facts.place(alone[0].get("at")), "the wrapper's process group contains only this rank"
+            remedy = "use DistributedDataParallel(model) with the group of all ranks that train the model"
             findings.append(Finding("LS207", at, pairs[0].evidence, words, remedy, ranks, pairs[0].first["step"]))
             continue
         wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
         if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
-            cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
+            cause = "no wrapper contains this optimizer's model, and the script does not reduce its gradients"
             if key in owned:
                 cause = f"{facts.some(sorted(wrong[0]))} of the optimizer are in no wrapped model, and stay local"
-            remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
+            remedy = "train through DistributedDataParallel(model); in a framework, do not unwrap the model first"
             made = next((event for event in history.of("optimizer") if known.get(_id(event)) == key), {})
             at = facts.place(facts.optimizer_at(history, key))
             if key in owned:
@@ -51,9 +51,9 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
     return findings
 
 
-@facts.rule("LS217", "partial-gradient", "equal parameters get a part of their gradient each", "warning")
+@facts.rule("LS217", "partial-gradient", "equal parameters get partial gradients", "warning")
 def partial_gradient(history: History) -> Iterable[Finding] | str:
-    """A model whose layers ranks split by hand, without the sum on the way back to the layers before."""
+    """A model whose layers are split across ranks by hand, without the sum on the way back to earlier layers."""
     exchanged = any(history.of("wrap", "hook", "hand_reduce", "hand_average"))
     is_sum = any(call.get("op") == "all_reduce" and not call["step"] for call in history.of("collective"))
     if exchanged or not is_sum or not {call.get("op") for call in history.of("collective")} <= _SUMMING:
@@ -73,10 +73,10 @@ def partial_gradient(history: History) -> Iterable[Finding] | str:
         constant = {name for event in made.values() for name in event.get("constant") or ()}
         parts = sorted(equal & {*pairs[0].gradients} - constant)
         if equal < names and same and parts:
-            evidence = f"at the first step, {len(parts)} parameters that all ranks have alike ({facts.some(parts)}) "
-            evidence += f"get another gradient on each rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
-            cause = "the gradient that comes back from layers which ranks split is that of one rank's part"
-            remedy = "before the split layers, a function whose forward is the identity, and whose backward all_reduces"
+            evidence = f"at the first step, {len(parts)} parameters that are equal on all ranks ({facts.some(parts)}) "
+            evidence += f"get different gradients by rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
+            cause = "the gradient that comes back from split layers is that of one rank's shard"
+            remedy = "before the split layers, a function whose forward is the identity and whose backward all_reduces"
             at = (passes[-1] if (passes := step.get("backwards")) else step).get("at")
             ranks = tuple(history.ranks)
             findings.append(Finding("LS217", facts.place(at), evidence, cause, remedy, ranks, step["step"]))
@@ -88,7 +88,7 @@ def _id(event: Event) -> tuple[int, int]:
 
 
 def _reads_a_part(history: History) -> set[int]:
-    """Ranks that train on a part of the data: that a sampler deals, or other batches in a script with a wrapper."""
+    """Ranks that train on a shard of the data: dealt by a sampler, or as different batches next to a wrapper."""
     trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
     loaders = [e for e in history.of("loader") if (e.get("distributed") or {}).get("replicas", 1) > 1]
     dealt = {(event["rank"], event["loader"]) for event in loaders}
@@ -102,7 +102,7 @@ def _reads_a_part(history: History) -> set[int]:
 
 
 def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, str]:
-    """Why copies differ: made of unequal models, or updated on some ranks only."""
+    """Why copies differ: made of unequal models, or updated only on some ranks."""
     copy, changes = next(iter(copies.values())), {rank: each.get("changes") for rank, each in copies.items()}
     if copy.get("is_early") and facts.differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
         at = sources.outside_factories(copy.get("made_from") or [])
@@ -116,7 +116,7 @@ def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, s
 
 @facts.rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
 def copies_part(history: History) -> Iterable[Finding] | str:
-    """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
+    """An average or a teacher that ranks call, whose weights differ between ranks."""
     told: dict[str, dict[int, Event]] = {}
     for event in history.of("exit"):
         for number, copy in (event.get("copies") or {}).items():
@@ -127,7 +127,7 @@ def copies_part(history: History) -> Iterable[Finding] | str:
             found = {rank: by_rank[rank] for rank in group if rank in by_rank}
             if len(found) == len(group) and facts.differ({rank: copy["digest"] for rank, copy in found.items()}):
                 copy = next(iter(found.values()))
-                evidence = f"the {copy['class']} that {facts.line(copy['at'])} calls is another at the end"
+                evidence = f"the {copy['class']} that {facts.line(copy['at'])} calls differs at the end"
                 evidence += f" on {facts.named(found)}"
                 at, cause = _copied(history, found)
                 remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
@@ -140,7 +140,7 @@ def copies_part(history: History) -> Iterable[Finding] | str:
 def _frozen(history: History, copied: set[str]) -> list[Finding]:
     """Other modules that nothing trains, and whose weights differ from their first call on."""
     told, findings = dict[tuple[Any, ...], dict[int, list[Event]]](), list[Finding]()
-    for event in history.of("frozen"):  # experts of a rank have other names, or are called elsewhere
+    for event in history.of("frozen"):  # experts of a rank have different names, or are called elsewhere
         key = (str(event.get("at")), event["class"], event["names_digest"], event["step"])
         told.setdefault(key, {}).setdefault(event["rank"], []).append(event)
     for by_rank in (each for key, each in told.items() if key[0] not in copied):
@@ -151,8 +151,8 @@ def _frozen(history: History, copied: set[str]) -> list[Finding]:
                 continue
             firsts = {rank: events[0] for rank, events in found.items()}
             first = firsts[group[0]]
-            evidence = f"the {first['class']} that {facts.line(first.get('at'))} calls, and that no wrapper and no "
-            evidence += f"optimizer has, has other weights on {facts.named(found)} from its first call on"
+            evidence = f"the {first['class']} that {facts.line(first.get('at'))} calls, and that no wrapper or "
+            evidence += f"optimizer contains, has different weights on {facts.named(found)} from its first call on"
             at, cause = _copied(history, firsts)
             if not facts.differ({rank: event["changes"] for rank, event in firsts.items()}):
                 at = facts.place(sources.outside_factories(first.get("made_from") or [])) or at

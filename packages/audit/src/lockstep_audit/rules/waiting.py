@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: where each stood when the script hung, or when a timeout or a signal ended it."""
+"""Ranks that wait for each other: where each was when the script hung, or when a timeout or a signal ended it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lockstep_audit.findings import Place
 from lockstep_audit.rules.facts import differ, place
 
 _LATE = ("timed out", "timeout", "failed to pass", "preamble")
-"""Words of errors of a rank for which the others did not do what it waited for."""
+"""Words in errors of a rank whose peers did not do what it waited for."""
 _GONE = ("connection closed", "connection reset", "closed by peer", "broken pipe", "connect", *_LATE)
 _MOVES = ("step", "loader", "batch", "collective", "wrap", "optimizer")
-"""Events that only a script that goes on writes; an end by a signal also writes others."""
+"""Events that only a running script writes. An end by a signal also writes others."""
 
 
 def stuck(history: History) -> dict[int, Event]:
-    """The last `stuck` event of each rank that went no further after it."""
+    """The last `stuck` event of each rank that made no progress after it."""
     found: dict[int, Event] = {}
     for event in sorted(history.events, key=lambda event: int(event["number"])):
         if event["kind"] == "stuck":
@@ -29,9 +29,9 @@ def stuck(history: History) -> dict[int, Event]:
 
 
 def waiting(history: History) -> dict[int, Event]:
-    """Where each rank waits, in the form of `stuck`: of ranks that are stuck, or whose collectives timed out or broke.
+    """Where each rank waits, in the form of `stuck`: for ranks that are stuck, or whose collectives timed out or broke.
 
-    A rank that a launcher ended because of them is told as well. Empty: no rank waited in vain.
+    A rank that a launcher ended because of them is included. Empty: no rank waited in vain.
     """
     found, ends, exits = stuck(history), lost(history), left(history)
     died = {e["rank"]: e for e in history.of("died") if e.get("at") and e["rank"] not in exits}
@@ -68,12 +68,12 @@ def _says(event: Event, words: Sequence[str]) -> bool:
 
 
 def _went_on(event: Event) -> bool:
-    """True if a rank ended by itself, or by an error of its own."""
+    """True if a rank ended by itself, or by an error in its own code."""
     return event.get("error", {}).get("type") not in (None, "KeyboardInterrupt") or not event.get("code")
 
 
 def waits_at(event: Event) -> Place | None:
-    """The line of the script where the main thread waits."""
+    """The line of the script at which the main thread waits."""
     if event.get("at"):
         return place(event["at"])
     stacks: Mapping[str, Sequence[Any]] = event.get("stacks") or {}
@@ -82,14 +82,14 @@ def waits_at(event: Event) -> Place | None:
 
 
 def in_other_places(stuck: Mapping[int, Event]) -> bool:
-    """True if ranks wait in different lines, or in different calls of one line."""
+    """True if ranks wait at different lines, or in different calls of one line."""
     lines = {rank: (waits_at(event) or ("?", 0))[:2] for rank, event in stuck.items()}
-    is_alike = len({event["kind"] for event in stuck.values()}) == 1  # each kind names calls in its own way
+    is_alike = len({event["kind"] for event in stuck.values()}) == 1  # each kind names calls differently
     return differ(lines) or (is_alike and differ({rank: event.get("blocked_in") for rank, event in stuck.items()}))
 
 
 def is_alone(history: History, event: Event, other: int) -> bool:
-    """True if another rank was never in the function where this rank waits, or never made this call."""
+    """True if another rank was never in the function in which this rank waits, or never made this call."""
     at = waits_at(event)
     came = {tuple(each["at"]) for each in history.of(*_ALL, rank=other) if each.get("at")}
     came |= {tuple(b["at"]) for s in history.of("step", rank=other) for b in s.get("backwards") or () if b.get("at")}
@@ -103,7 +103,7 @@ _ALL = (*_MOVES, "loader_end", "buffers", "save", "load", "state", "scheduler", 
 
 
 def odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int] = ()) -> int:
-    """The rank whose line the fewest other ranks have ever come to; of these, one that is ahead, or the first."""
+    """The rank whose line the fewest other ranks ever reached; of several, one that is ahead, or the first."""
     came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
     for event in history.events:
         passes = event.get("backwards") if event["kind"] == "step" else ()  # of loader_end: a number
@@ -119,7 +119,7 @@ def odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int
 
 
 def ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
-    """The lines on which ranks are in the innermost function that all of them are in. Empty: there is no such."""
+    """The current lines of ranks in the innermost function that all of them are in. Empty: there is none."""
     known = {rank: (event.get("stacks") or {}).get("MainThread") or () for rank, event in waiting.items()}
     stacks = {rank: list(reversed(frames)) for rank, frames in known.items()}
     for frames in zip(*stacks.values(), strict=False):
@@ -140,7 +140,7 @@ def ahead(waiting: Mapping[int, Event]) -> set[int]:
 
 
 def differences(waiting: Mapping[int, Event]) -> str | None:
-    """What the flight recorder knows of how the ranks differ, in words."""
+    """What the flight recorder shows about how the ranks differ, in words."""
     from lockstep_audit.rules import recorded
 
     last: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)

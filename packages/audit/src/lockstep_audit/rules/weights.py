@@ -15,14 +15,14 @@ from lockstep_audit.rules.loaders import Iteration, iterations
 from lockstep_audit.rules.partings import averages, compared_steps, hooked
 
 Look = dict[int, Event]
-"""The `weights` events of one beginning of an evaluation, by rank."""
+"""The `weights` events at one start of an evaluation, by rank."""
 _NEAR, _SWAPS = 8, ("swap", "apply", "load", "copy", "average", "ema")
-"""A call for one rank changes weights for an evaluation that is so many lines below, if its name has such a word."""
+"""A call on one rank changes weights for an evaluation at most this many lines below, if its name has such a word."""
 
 
 @rule("LS609", "eval-weights-differ", "ranks evaluate with different weights")
 def eval_weights_differ(history: History) -> Iterable[Finding] | str:
-    """Weights that some ranks loaded or exchanged, before an evaluation of which each rank computes a part."""
+    """Weights that only some ranks loaded or exchanged before an evaluation that ranks share."""
     looks = _looks(history)
     if not looks:
         return "no model of DistributedDataParallel was evaluated on several ranks"
@@ -40,7 +40,7 @@ def eval_weights_differ(history: History) -> Iterable[Finding] | str:
         first = look[min(look)]
         begin = its[min(look)]
         evidence = f"at step {first['step']}, {len(names)} of {len(first['digests'])} parameters differ between "
-        evidence += f"{named(look)} ({some(names)}), and each rank evaluates a part of the data"
+        evidence += f"{named(look)} ({some(names)}), and each rank evaluates a shard of the data"
         cause, remedy = _cause(history, look)
         at = place(_changed_at(history, look) or (begin.begin.get("at") if begin else None) or first.get("at"))
         findings.append(Finding("LS609", at, evidence, cause, remedy, tuple(look), first["step"]))
@@ -48,7 +48,7 @@ def eval_weights_differ(history: History) -> Iterable[Finding] | str:
 
 
 def _looks(history: History) -> list[Look]:
-    """The beginnings of evaluations that all ranks of a group have: by model, step, line, and number there."""
+    """The starts of evaluations that all ranks of a group have: by model, step, line, and number there."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     known, found = keys(history, "wrap", "model", "at"), defaultdict[Any, Look](dict)
     turns: dict[Any, int] = defaultdict(int)
@@ -67,7 +67,7 @@ def _unlike(digests: dict[int, dict[str, Any]]) -> list[str]:
 
 
 def _part(history: History, look: Event) -> Iteration | None:
-    """The loop over a loader in which an evaluation began, if ranks gather or reduce before training goes on."""
+    """The loop over a loader in which an evaluation began, if ranks gather or reduce before training continues."""
     its = [by_rank.get(look["rank"]) for epochs in iterations(history).values() for by_rank in epochs.values()]
     around = [it for it in its if it and it.begin["number"] < look["number"] and not it.is_training]
     around = [it for it in around if it.end is None or look["number"] < it.end["number"]]
@@ -79,7 +79,7 @@ def _part(history: History, look: Event) -> Iteration | None:
 
 
 def _were_alike(history: History, look: Look, looks: list[Look]) -> bool:
-    """True if replicas had not parted in training: before a load, after the last step, or at any later time."""
+    """True if replicas had not diverged in training: before a load, after the last step, or at any later time."""
     step, ranks = look[min(look)]["step"], tuple(sorted(look))
     pairs = [
         each
@@ -98,7 +98,7 @@ def _were_alike(history: History, look: Look, looks: list[Look]) -> bool:
 
 
 def _changed_at(history: History, look: Look) -> list[Any] | None:
-    """The line that leads to a load and not to the evaluation. One that trains, too, tells nothing."""
+    """The line that leads to a load and not to the evaluation. One that also trains shows nothing."""
     trains = [event["at"][:2] for event in history.of("step") if event.get("at")]
     for event in look.values():
         path = (event.get("changed") or {}).get("at") or ()
@@ -123,7 +123,7 @@ def _cause(history: History, look: Look) -> tuple[str, str]:
         paths = [e["path"] for e in history.of("save", rank=rank) if e["number"] < event["number"]]
         folders |= {rank: os.path.dirname(paths[-1])} if paths else {}
     loaded = [rank for rank, event in look.items() if event.get("changed")]
-    cause = "something changed the weights after the last step, and not in the same way on all ranks"
+    cause = "something changed the weights after the last step differently on each rank"
     if loaded and len(loaded) < len(look):
         path = (look[loaded[0]]["changed"].get("at") or [None])[0]
         name = next((f"{os.path.basename(file)} " for file in files.values() if file), "")
@@ -134,6 +134,6 @@ def _cause(history: History, look: Look) -> tuple[str, str]:
         common = os.path.commonpath(folders.values())
         if not differ({rank: os.path.basename(folder) for rank, folder in folders.items()}):
             shown = each_rank({rank: os.path.relpath(folder, common) for rank, folder in folders.items()})
-            remedy = "make the name of the folder on rank 0, and dist.broadcast_object_list it to all ranks"
+            remedy = "choose the folder's name on rank 0, and dist.broadcast_object_list it to all ranks"
             return f"{cause}; ranks save to different folders: {shown}", remedy
-    return cause, "change the weights on all ranks before an evaluation that ranks share, or broadcast them"
+    return cause, "change the weights on all ranks before a shared evaluation, or broadcast them"

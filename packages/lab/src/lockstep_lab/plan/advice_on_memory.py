@@ -1,4 +1,4 @@
-"""Rules on the memory of a run: too little of it, unused memory, and ranks that need more than others."""
+"""Rules on the memory of a run: too little, unused, or uneven between ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep_lab.plan.run_figures import MIB, Advice, Figures
 
 _UNEVEN = 1.2  # the largest peak of a rank, relative to the smallest
 _UNEVEN_MIB = 64
-_USED, _MUCH_FREE = 0.9, 0.5  # shares of the device's memory
+_USED, _MUCH_FREE = 0.9, 0.5  # fractions of the device's memory
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "other", "evaluation")
 
 
@@ -23,7 +23,7 @@ def _uneven(figures: Figures) -> Iterator[Advice]:
     parts = {part: figures.by_rank(f"memory/{part}_mb", latest=True) for part in _PARTS}
     differences = {part: by_rank[most] - by_rank[least] for part, by_rank in parts.items() if by_rank}
     part = max(differences, key=lambda name: differences[name], default="")
-    where, note = "in several parts, before the training, or in saving", ""
+    where, note = "spread over several parts, before training, or in saving", ""
     if part and differences[part] > more / 2:
         where, note = f"mostly in {part}", _REMEDIES[part]
     yield Advice(
@@ -32,20 +32,20 @@ def _uneven(figures: Figures) -> Iterator[Advice]:
         source=f"memory/peak_mb/rank{most} {peaks[most]:,.0f}, rank{least} {peaks[least]:,.0f}"
         + (f"; memory/{part}_mb {parts[part][most]:,.0f} and {parts[part][least]:,.0f}" if note else ""),
         changes=(),
-        gain=f"{more:,.0f} MiB less on the rank that bounds the micro-batch, if the ranks were even",
+        gain=f"{more:,.0f} MiB less on the rank that limits the micro-batch, if ranks were even",
         note=note,
     )
 
 
-_BLOCKS = "parallel.shard_modules chooses the blocks that fsdp shards: smaller blocks are more even"
+_BLOCKS = "parallel.shard_modules chooses the blocks that fsdp shards: smaller blocks balance better"
 _REMEDIES = {
     "parameters": _BLOCKS,
     "gradients": _BLOCKS,
     "optimizer": _BLOCKS,
-    "activations": "samples of unequal size make unequal batches: data.group_by_length=50 for data with lengths, or "
-    "crop and pad",
-    "other": "something besides the training holds memory there: data that the task loads, or another process",
-    "evaluation": "metrics or outputs that are kept until the end of an evaluation: keep sums instead",
+    "activations": "samples of uneven size make unequal batches: use data.group_by_length=50 for data with lengths, or "
+    "crop and pad samples",
+    "other": "something other than training holds memory there: data that the task loads, or another process",
+    "evaluation": "metrics or outputs are kept until the end of an evaluation: keep sums instead",
 }
 
 
@@ -65,27 +65,27 @@ def _accumulation(figures: Figures) -> Iterator[Advice]:
         key = f"batch.micro={wished}" if passes > 1 else "batch.micro=null"
         yield Advice(
             name="accumulation",
-            finding=f"A step has {now} forward passes of {micro} samples, and the memory suffices for "
+            finding=f"A step has {now} forward passes of {micro} samples, but memory suffices for "
             f"{passes if passes > 1 else 'a single pass'} of {wished}",
             source=source,
             changes=(key,),
-            gain=f"{now - passes} passes less in each step. How much time that saves is not in the log: most where "
+            gain=f"{now - passes} fewer passes in each step. The log does not show how much time that saves: most if "
             "micro-batches are short",
-            note="the same training; activations are taken to grow with the micro-batch",
+            note="the same training; assumes that activations grow with the micro-batch",
         )
     elif now == 1 and peak * MIB < _MUCH_FREE * limit and (figures.late("train/mfu") or 1.0) < 0.3:
         yield Advice(
             name="small batches",
-            finding=f"{1 - peak * MIB / limit:.0%} of the GPU's memory is free, and its units are not busy",
+            finding=f"{1 - peak * MIB / limit:.0%} of the GPU's memory is free, and its compute units are not busy",
             source=f"{source}; train/mfu {figures.late('train/mfu'):.2f}",
             changes=(f"batch.global={figures.global_batch * max(2, fits // max(1, micro))}",),
-            gain="larger matrix products; how much faster they are is not in the log",
-            note="The key determines the training: begin a new run, and scale the learning rate (optim.lr_scaling)",
+            gain="larger matrix products; the log does not show how much faster they are",
+            note="The key changes the training: start a new run, and scale the learning rate (optim.lr_scaling)",
         )
 
 
 def _unneeded_savings(figures: Figures) -> Iterator[Advice]:
-    """Recomputation, offloading and sharding where there is memory without them."""
+    """Recomputation, offloading and sharding that the memory does not require."""
     limit, peak = figures.device_memory, _peak(figures)
     if not limit or peak is None:
         return
@@ -96,12 +96,12 @@ def _unneeded_savings(figures: Figures) -> Iterator[Advice]:
         share = 0.25 * (1 - wait) * figures.training_share
         yield Advice(
             name="recomputation",
-            finding="Activations are computed twice, and half of the memory is free",
+            finding="Activations are computed twice, although half of the memory is free",
             source=f"compute.activation_checkpointing=true; {source}",
             changes=("compute.activation_checkpointing=false",),
-            gain=f"up to {share:.0%} less time: three passes in the place of four",
+            gain=f"up to {share:.0%} less time: three passes instead of four",
             saves_share=share,
-            note="the log does not say how much memory the activations then need: try, a step that does not fit is cut",
+            note="the log does not show the memory of activations then: try it; a step that does not fit is split",
         )
     states = [figures.metrics.last(f"memory/{part}_mb") for part in ("parameters", "gradients", "optimizer")]
     known = [part for part in states if part is not None]
@@ -115,7 +115,7 @@ def _unneeded_savings(figures: Figures) -> Iterator[Advice]:
             finding=f"The whole model would fit on each GPU: {whole:,.0f} of {limit_mib:,.0f} MiB",
             source=f"{source}; parameters, gradients and optimizer {sum(known):,.0f} MiB, which are 1 / {shards}",
             changes=("parallel.strategy=ddp",),
-            gain="two thirds of the bytes that ranks exchange: gradients alone travel",
+            gain="two thirds of the exchanged bytes: ranks exchange only gradients",
             note="the same training",
         )
 
@@ -127,17 +127,17 @@ def _shortage(figures: Figures) -> Iterator[Advice]:
     after, before = halved
     yield Advice(
         name="out of memory",
-        finding=f"Memory did not suffice: micro-batches went from {before} to {after} samples",
+        finding=f"Out of memory: micro-batches were reduced from {before} to {after} samples",
         source="micro.json",
         changes=(f"batch.micro={after}",),
-        gain="a new run on this machine begins with what fits; this run remembers it",
+        gain="a new run on this machine starts with what fits; this run already remembers it",
         note="for larger micro-batches: compute.activation_checkpointing=true, precision=bf16, or "
         "parallel.strategy=fsdp",
     )
 
 
 def _peak(figures: Figures) -> float | None:
-    """MiB of the rank that needs most."""
+    """MiB of the rank that needs the most."""
     return figures.metrics.last("memory/peak_mb")
 
 

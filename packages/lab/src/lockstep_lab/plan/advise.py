@@ -1,4 +1,4 @@
-"""Rules over the log of a run: they name its limits, and the keys to change. The run may be going on."""
+"""Rules on the log of a run: they find its limits and the keys to change. The run may still be going."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lockstep_lab.plan import advice_on_memory
 from lockstep_lab.plan.run_figures import Advice, Figures
 from lockstep_lab.report import run as runs
 
-_WAIT, _SAVING, _EVALUATING, _REST = 0.05, 0.03, 0.2, 0.35  # shares of the time from which there is advice
-_SLOWER = 1.25  # a rank's forward passes take so many times as long as the median of the ranks
-_MOSTLY = 0.75  # in this share of the later entries
-_OF_TIME = 0.03  # and the difference is this share of the time
+_WAIT, _SAVING, _EVALUATING, _REST = 0.05, 0.03, 0.2, 0.35  # fractions of the time from which advice is given
+_SLOWER = 1.25  # a rank's forward passes take this many times the median of the ranks
+_MOSTLY = 0.75  # in this fraction of the later entries
+_OF_TIME = 0.03  # and the difference is this fraction of the time
 _LOW_MFU = 0.2
 _SKIPPED = 0.01  # of the steps
 _RESTARTS = 0.02  # of the time
 _SAVES_COST = 0.01  # of the time that saves may take
 _EVALUATIONS_COST = 0.1
-_HOST_BOUND_S = 0.02  # a GPU that does a micro-batch in less time often waits for its host
+_HOST_BOUND_S = 0.02  # a GPU that needs less time per micro-batch often waits for its host
 _PICTURES = ("classification", "segmentation", "detection")
 
 
 @dataclass(frozen=True)
 class Advised:
-    """Speed and memory of a run, as its log tells them."""
+    """Speed and memory of a run, from its log."""
 
     run: str
     """Directory of the run."""
     state: str
-    """Progress of the run, and that it is complete, stopped or going on."""
+    """Progress of the run, and whether it is complete, stopped or running."""
     shares: dict[str, float]
-    """Where the time of the run went, as far as the log tells: parts of 1."""
+    """How the run spent its time, as far as the log shows: fractions of 1."""
     notes: list[str]
     """Limits of the figures, for people."""
     advice: list[Advice]
@@ -45,10 +45,10 @@ class Advised:
 
 
 def advise(folder: Path) -> Advised:
-    """Read the run in `folder`, and apply all rules.
+    """Read the run in `folder` and apply all rules.
 
     Raises:
-        UsageError: `folder` is no run directory.
+        UsageError: `folder` is not a run directory.
     """
     return of_figures(Figures(runs.read(folder)))
 
@@ -74,7 +74,7 @@ def text(advised: Advised) -> str:
         )
     lines += [f"note: {note}" for note in advised.notes]
     if not advised.advice and advised.shares:
-        lines.append("Nothing in this log limits the run so much that a key should change.")
+        lines.append("Nothing in this log limits the run enough to change a key.")
     for number, advice in enumerate(advised.advice, 1):
         lines += ["", f"{number}. {advice.finding}", f"   from:   {advice.source}"]
         lines += [f"   change: {' '.join(advice.changes)}"] if advice.changes else []
@@ -98,12 +98,12 @@ def _state(figures: Figures) -> str:
 
 
 def _shares(figures: Figures) -> dict[str, float]:
-    """Parts of the run's time. With one rank, the log does not tell forward and backward passes from updates."""
+    """How the run spent its time. With one rank, the log does not separate forward and backward passes from updates."""
     wait, computing, training = figures.late("train/wait_share"), figures.computing, figures.training_share
     if wait is None or figures.trained_s <= 0:
         return {}
     shares = {"waiting for data": wait * training}
-    rest = "computing, and the start"
+    rest = "computing and starting"
     if computing:
         passes = min(1.0 - wait, statistics.mean(computing.values()) * figures.all_passes)
         shares["in forward and backward passes"] = passes * training
@@ -117,32 +117,30 @@ def _shares(figures: Figures) -> dict[str, float]:
 def _notes(figures: Figures) -> list[str]:
     notes = [problem.splitlines()[0] for problem in figures.run.problems if not problem.startswith("checkpoints/")]
     if not figures.run.config:
-        notes.append("without config.yaml, values of keys below are the defaults, and not those of the run")
+        notes.append("config.yaml is missing: values of keys below are defaults, and not those of the run")
     if not figures.entries:
-        return [*notes, "the log has no entry of the training: nothing can be said"]
+        return [*notes, "the log has no training entries, so there is no advice"]
     if figures.late("train/wait_share") is None:
-        notes.append("the log does not say how long the training waits for data (train/wait_share)")
+        notes.append("the log does not show how long training waits for data (train/wait_share)")
     if figures.entries < 4:
         entries = "1 entry" if figures.entries == 1 else f"{figures.entries} entries"
         fewer = max(1, figures.number("log.every_steps", 50) // 5)
-        notes.append(
-            f"the log has only {entries}: the figures may be those of the start. log.every_steps={fewer} gives more"
-        )
+        notes.append(f"the log has only {entries}: they may describe only the start. log.every_steps={fewer} logs more")
     if figures.late("time/saving_s") is None:
-        notes.append("the log does not say how long saves and evaluations take: an older version wrote it")
+        notes.append("the log does not show how long saves and evaluations take: an older version wrote it")
     elif figures.world > 1 and not figures.computing:
-        notes.append("the log does not say how long each rank computes, so a slow rank does not show")
+        notes.append("the log does not show how long each rank computes, so a slow rank stays hidden")
     return notes
 
 
 def less_time(share: float) -> str:
-    """A share of the run's time as a gain: `up to 23 % less time (1.3 times as fast)`."""
+    """A fraction of the run's time as a gain: `up to 23 % less time (1.3 times as fast)`."""
     share = min(share, 0.99)
     return f"up to {share:.0%} less time ({faster(share)} times as fast)"
 
 
 def faster(share: float) -> str:
-    """The factor by which a run is faster that takes this share less time: two digits, and two decimals below 2."""
+    """The speed-up of a run that takes this fraction less time: two digits, and two decimals below 2."""
     times = 1 / (1 - share)
     return f"{times:.2f}" if times < 2 else f"{times:.2g}"
 
@@ -158,7 +156,7 @@ def _waiting(figures: Figures) -> Iterator[Advice]:
     if wait is None or worst < _WAIT:
         return
     share = worst * figures.training_share
-    finding = f"The training waits for data: {worst:.0%} of the training time"
+    finding = f"Training waits for data {worst:.0%} of the training time"
     source = f"train/wait_share {wait:.2f} (mean of the later entries)"
     others = [value for rank, value in by_rank.items() if rank != worst_rank]
     only_one = bool(others) and worst > 2 * statistics.median(others) + _WAIT
@@ -174,17 +172,17 @@ def _waiting(figures: Figures) -> Iterator[Advice]:
     per_rank = (figures.cpus or 0) // figures.world
     if figures.cpus and wished > max(1, per_rank):
         notes.append(
-            f"{figures.world} x {wished} workers are more than the {figures.cpus} CPU threads of the machine: that "
-            "helps where loading waits for a disk or a network, not where it computes"
+            f"{figures.world} x {wished} workers exceed the {figures.cpus} CPU threads of the machine: that "
+            "helps if loading waits for a disk or a network, but not if it computes"
         )
     if str(figures.key("task.kind")) in _PICTURES and figures.key("data.cache") is None:
         changes.append("data.cache=decoded")
         notes.append("the cache helps from the second epoch on")
     early = figures.early("train/wait_share")
     if early is not None and early > 2 * (wait or 0.0):
-        notes.append(f"it was {early:.0%} in the first half of the log, and falls")
+        notes.append(f"it was {early:.0%} in the first half of the log, and is falling")
     if only_one:
-        notes.append(f"look at the disk, the network and the CPUs of rank {worst_rank}'s machine first")
+        notes.append(f"check the disk, the network and the CPUs of rank {worst_rank}'s machine first")
     yield Advice(
         name="waiting for data",
         finding=finding,
@@ -197,12 +195,12 @@ def _waiting(figures: Figures) -> Iterator[Advice]:
 
 
 def _workers(now: int, wait: float) -> int:
-    """Workers of each rank that load as fast as the training computes, with one to spare.
+    """Workers of each rank that load as fast as training computes, plus one.
 
     Args:
-        now: workers of each rank. Without workers, the rank loads and computes in turns, so loading takes
-            wait / (1 - wait) times as long as computing. n busy workers bring 1 - wait of what the training could take.
-        wait: share of the time spent waiting.
+        now: workers of each rank. Without workers, the rank loads and computes in turn, so loading takes
+        wait / (1 - wait) times as long as computing. n busy workers deliver 1 - wait of what training could consume.
+        wait: fraction of the time spent waiting.
     """
     left = max(0.02, 1 - wait)
     return max(now + 1, math.ceil(now / left if now else wait / left) + 1)
@@ -221,18 +219,18 @@ def _slow_rank(figures: Figures) -> Iterator[Advice]:
     if by_rank[slowest] < _SLOWER * others or more < _OF_TIME or figures.slower(slowest, _SLOWER) < _MOSTLY:
         return
     least, most = more * figures.training_share, min(0.95, more * figures.all_passes) * figures.training_share
-    gain = f"{least:.0%} less time" + (f", {most:.0%} if its last backward pass is slower, too" if most > least else "")
+    gain = f"{least:.0%} less time" + (f", {most:.0%} if its last backward pass is also slower" if most > least else "")
     step_ms = 1000 * (figures.step_s or 0.0)
     yield Advice(
         name="a slow rank",
-        finding=f"Rank {slowest} computes slower than the other ranks, which wait for it: before it exchanges "
-        f"gradients, it needs {by_rank[slowest] / max(others, 1e-9):.1f} times as long",
+        finding=f"Rank {slowest} computes more slowly than the other ranks, which wait for it: before it exchanges "
+        f"gradients, it takes {by_rank[slowest] / max(others, 1e-9):.1f} times as long",
         source=f"health/compute_ms/rank{slowest} {by_rank[slowest] * step_ms:.4g}, the median of the others "
         f"{others * step_ms:.4g}",
         changes=(),
         gain=f"{gain} ({faster(least)} to {faster(most)} times as fast)",
         saves_share=least,
-        note="no key is at fault: look for another program, a hot or throttled GPU, or code of the task that does more "
+        note="no key causes this: look for another program, a hot or throttled GPU, or task code that does more "
         f"on rank {slowest}; --profile shows where the time goes",
     )
 
@@ -250,18 +248,18 @@ def _mfu(figures: Figures) -> Iterator[Advice]:
         changes.append("compute.compile=blocks")
     if str(figures.key("task.kind")) in _PICTURES and not figures.key("compute.channels_last"):
         changes.append("compute.channels_last=true")
-    finding = f"The GPU computes {mfu:.0%} of what it could"
-    note = "large matrix products reach 30 to 50 %; convolutions and small models less"
+    finding = f"The GPU reaches {mfu:.0%} of its peak"
+    note = "large matrix products reach 30 to 50 %; convolutions and small models reach less"
     if micro_s < _HOST_BOUND_S:
-        finding += f", and a micro-batch takes {1000 * micro_s:.1f} ms: likely the host cannot give it work fast enough"
-        note = "a larger micro-batch is the surest remedy; compute.compile=model compute.compile_mode=reduce-overhead "
+        finding += f", and a micro-batch takes {1000 * micro_s:.1f} ms: the host probably launches work too slowly"
+        note = "a larger micro-batch helps most; compute.compile=model compute.compile_mode=reduce-overhead "
         note += "replays a step without the host"
     yield Advice(
         name="low utilisation",
         finding=finding,
         source=f"train/mfu {mfu:.2f}, {1000 * micro_s:.1f} ms for a micro-batch of {figures.micro_batch}",
         changes=tuple(changes),
-        gain=f"not known; {0.3 / mfu:.1f} times as fast if it reached 30 %",
+        gain=f"unknown; {0.3 / mfu:.1f} times as fast at 30 %",
         note=note,
     )
 
@@ -273,40 +271,40 @@ def _precision(figures: Figures) -> Iterator[Advice]:
     if precision == "fp16" and steps and skipped / steps > _SKIPPED and skipped > 10:
         yield Advice(
             name="skipped steps",
-            finding=f"{skipped:.0f} of {steps} steps changed no weight: gradients overflowed in fp16",
+            finding=f"{skipped:.0f} of {steps} steps were skipped: gradients overflowed in fp16",
             source=f"train/skipped {skipped:.0f}",
             changes=("precision=bf16",),
             gain=less_time(skipped / steps * figures.training_share),
             saves_share=skipped / steps * figures.training_share,
-            note=f"bf16 needs a GPU with compute capability 8.0. {_ANOTHER}",
+            note=f"bf16 requires a GPU with compute capability 8.0. {_ANOTHER}",
         )
     if precision != "fp32" or figures.is_on_cpu:
         return
     if _WITHOUT_BF16.search(figures.device_name):
-        narrow, units = "fp16", "data sheets give fp16 several times the operations of fp32 in a second"
+        narrow, units = "fp16", "data sheets list several times the operations per second of fp32 for fp16"
     else:
-        narrow, units = "bf16", "data sheets give bf16 twice the operations of TF32 in a second or more"
+        narrow, units = "bf16", "data sheets list at least twice the operations per second of TF32 for bf16"
     share = (1 - (figures.late("train/wait_share") or 0.0)) * figures.training_share / 2
     yield Advice(
         name="fp32",
-        finding=f"The GPU computes in fp32, where {narrow} would often do",
+        finding=f"The GPU computes in fp32, although {narrow} is often enough",
         source=f"precision=fp32; {units}",
         changes=(f"precision={narrow}",),
-        gain=f"{less_time(share)} where products and convolutions take the time, and less memory",
-        saves_share=share / 2,  # seldom all of it
-        note=f"compute.matmul_precision=high computes products in TF32, where the GPU has it. {_ANOTHER}",
+        gain=f"{less_time(share)} if products and convolutions dominate, and less memory",
+        saves_share=share / 2,  # rarely all of it
+        note=f"compute.matmul_precision=high computes products in TF32, if the GPU supports it. {_ANOTHER}",
     )
 
 
 _WITHOUT_BF16 = re.compile(r"\b(V100|T4|P100|P40?|GTX|TITAN)\b|\bRTX 20")  # compute capabilities below 8.0
-_ANOTHER = "The key determines the training: begin a new run"
+_ANOTHER = "The key changes the training: start a new run"
 
 
 def _exchange(figures: Figures) -> Iterator[Advice]:
     computing, wait = figures.computing, figures.waiting
     if figures.strategy != "ddp" or not computing or not wait:
         return
-    # The rank that is busiest is the rank for which the others wait.
+    # The busiest rank is the one that the others wait for.
     busy = max(wait[rank] + computing[rank] * figures.all_passes for rank in computing)
     rest = 1 - busy
     if rest < _REST:
@@ -319,7 +317,7 @@ def _exchange(figures: Figures) -> Iterator[Advice]:
         changes=(f"batch.global={2 * figures.global_batch}",),
         gain=f"{less_time(rest / 2 * figures.training_share)} for the same samples: half as many exchanges and updates",
         saves_share=rest / 4 * figures.training_share,
-        note=f"about, because backward passes are taken to last twice as long as forward passes. {_ANOTHER}, "
+        note=f"an estimate that counts a backward pass as two forward passes. {_ANOTHER}, "
         "and scale the learning rate (optim.lr_scaling). Fewer ranks may be as fast",
     )
 
@@ -349,10 +347,10 @@ def _saving(figures: Figures) -> Iterator[Advice]:
     changes.append(f"checkpoint.every_minutes={minutes:.3g}")
     note = why
     if figures.key("checkpoint.keep_best") and not every:
-        note += "; checkpoint.keep_best saves before each evaluation: evaluate more seldom"
+        note += "; checkpoint.keep_best saves before each evaluation: evaluate less often"
     yield Advice(
         name="saving",
-        finding=f"Saving holds up the training for {share:.0%} of the time, {each:.2g} s each time",
+        finding=f"Saving pauses training for {share:.0%} of the time, {each:.2g} s each time",
         source=f"time/saving_s: {seconds:.3g} s of {figures.trained_s:.4g} s, about {saves} saves",
         changes=tuple(changes),
         gain=less_time(max(0.0, share - each / (60 * minutes))),
@@ -365,7 +363,7 @@ def _evaluating(figures: Figures) -> Iterator[Advice]:
     share, count = figures.share_of_run("time/evaluation_s"), figures.count("time/evaluation_s")
     if share < _EVALUATING or count < 2:
         return
-    # Where a share s of the time goes to evaluations, 1 - s + s / k of it remains with every k-th of them.
+    # If a fraction s of the time goes to evaluations, 1 - s + s / k of it remains with every k-th of them.
     times = min(count, math.ceil(share / (1 - min(share, 0.99)) * (1 - _EVALUATIONS_COST) / _EVALUATIONS_COST))
     times = max(2, times)
     key = "eval_every_steps" if figures.number("train.eval_every_steps") else "eval_every_epochs"
@@ -379,7 +377,7 @@ def _evaluating(figures: Figures) -> Iterator[Advice]:
         changes=(f"train.{key}={now * times}",),
         gain=less_time(saved),
         saves_share=saved,
-        note=f"then there is an evaluation where there are {times} now"
+        note=f"one evaluation then replaces {times}"
         + ("; train.stop_when counts evaluations" if figures.key("train.stop_when") else ""),
     )
 
@@ -400,10 +398,9 @@ def _restarting(figures: Figures) -> Iterator[Advice]:
         return
     yield Advice(
         name="restarts",
-        finding=f"After {lost.restarts} crash{'es' * (lost.restarts > 1)}, {lost.steps:,} steps were done again: "
+        finding=f"After {lost.restarts} crash{'es' * (lost.restarts > 1)}, {lost.steps:,} steps were repeated: "
         f"{share:.0%} of the time",
-        source=f"train.log: starts that go on from an earlier step than was reached; {figures.step_s or 0:.3g} s for a "
-        "step",
+        source=f"train.log: starts that resume below the last step; {figures.step_s or 0:.3g} s for a step",
         changes=changes,
         gain=less_time(saved),
         saves_share=saved,

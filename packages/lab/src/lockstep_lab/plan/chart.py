@@ -1,4 +1,4 @@
-"""A chart of a plan: the memory of each option as a bar against the memory of the GPU, as SVG."""
+"""A chart of a plan as SVG: the memory of each option as a bar, compared with the memory of the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lockstep_lab.plan.search import Option, Plan
 from lockstep_lab.report.markup import Markup, element
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart, on white and on black.
+# Okabe and Ito's colours, which people with any colour vision can distinguish, on white and on black.
 _COLORS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -19,8 +19,8 @@ _COLORS = {
     "batch": "#CC79A7",
 }
 _WIDTH, _NAMES, _FIGURES, _ROW, _BAR, _TOP, _BOTTOM = 960, 270, 110, 34, 20, 96, 14  # pixels
-_FARTHEST = 2.0  # bars longer than so many times the limit are cut, and say so
-_SMALL = 10  # where no bar is longer than a tenth of the limit, the bars have a scale of their own
+_FARTHEST = 2.0  # bars longer than this many times the limit are cut off and marked
+_SMALL = 10  # if no bar exceeds a tenth of the limit, the bars have their own scale
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
 .title { font-size: 16px; font-weight: 600 } .soft { fill: #57606a; font-size: 12px }
@@ -41,10 +41,10 @@ class Bar(NamedTuple):
     """Bytes by part at the moment of the peak."""
     fits: bool | None
     detail: str
-    """Stands under the name."""
+    """The line below the name."""
     is_chosen: bool = False
     is_complete: bool = True
-    """False: the activations are not known."""
+    """False: the activations are unknown."""
 
 
 def of_plan(plan: Plan) -> str:
@@ -52,7 +52,7 @@ def of_plan(plan: Plan) -> str:
     bars = [_bar(option, option is plan.recommended) for option in plan.options if option.estimate is not None]
     world = plan.world
     gpus = f"{world.gpus} GPU{'s' * (world.gpus > 1)}" + (f", {world.gpu_name}" if world.gpu_name else "")
-    return svg(bars, world.memory_bytes, title=f"{plan.facts.name}: memory of a GPU, of {gpus}", reserve=plan.reserve)
+    return svg(bars, world.memory_bytes, title=f"{plan.facts.name}: memory per GPU, on {gpus}", reserve=plan.reserve)
 
 
 def _bar(option: Option, is_chosen: bool) -> Bar:
@@ -64,11 +64,11 @@ def _bar(option: Option, is_chosen: bool) -> Bar:
 
 
 def svg(bars: Sequence[Bar], limit: int | None, *, title: str, reserve: float = 0.0) -> str:
-    """The chart as the text of an SVG file. Its colours follow the light or dark scheme of the reader.
+    """The chart as the text of an SVG file. Its colours follow the reader's light or dark scheme.
 
     Args:
-        limit: bytes of a GPU's memory. None: not known, and no limit is drawn.
-        reserve: share of the limit that shall stay free.
+        limit: bytes of a GPU's memory. None: unknown, so no limit is drawn.
+        reserve: fraction of the limit that stays free.
     """
     largest = max([sum(bar.parts.values()) for bar in bars], default=0)
     end = max(1.0, min(largest, _FARTHEST * limit) if limit else largest)
@@ -110,7 +110,7 @@ def _row(bar: Bar, top: float, scale: float, end: float) -> Iterator[Markup]:
             yield _rect(left, top, width, _BAR, f"{part}: {gb(bar.parts[part])}", fill=_COLORS[part])
         left, before = left + width, before + bar.parts[part]
     if not bar.is_complete:
-        yield _rect(left, top, 40, _BAR, "activations are not known", class_="unknown")
+        yield _rect(left, top, 40, _BAR, "activations are unknown", class_="unknown")
     figure = f"{'» ' if before > end else ''}{gb(before)}{'' if bar.is_complete else ' + ?'}"
     yield _text(_WIDTH - _FIGURES + 10, top + 9, figure, "over" if bar.fits is False else "")
     if bar.fits is False:
@@ -121,7 +121,7 @@ def _limit(limit: int, reserve: float, scale: float, height: int) -> Iterator[Ma
     x, free, said = _NAMES + limit * scale, reserve * limit * scale, f"memory of the GPU: {gb(limit)}"
     if reserve:
         yield _rect(x - free, _TOP - 8, free, height - _TOP - _BOTTOM + 8, "reserve", class_="over", opacity=0.12)
-        said += f", of which {reserve:.0%} shall stay free"
+        said += f", {reserve:.0%} reserved"
     yield element("line", class_="limit", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=_TOP - 14, y2=height - _BOTTOM)
     yield _text(x, _TOP - 19, said, "soft over", "end" if x > _WIDTH / 2 else "start")
 
@@ -137,5 +137,5 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
 
 
 def gb(size: float) -> str:
-    """Bytes for people, in 10^9 bytes; small sizes in 10^6 bytes."""
+    """Bytes for people, in units of 10^9 bytes; small sizes in 10^6 bytes."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""The way of `lockstep plan` from a target to a `Plan`, with made-up samples where there are no data."""
+"""How `lockstep plan` gets from a target to a `Plan`, with made-up samples if there are no data."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 _SAMPLES = 8  # made up
-_TENSOR = (2, 4, 8)  # `parallel.tensor` that a plan may propose
+_TENSOR = (2, 4, 8)  # values of `parallel.tensor` that a plan may propose
 
 
 @dataclass(frozen=True)
 class MadeUp:
-    """Facts of training data that are not here."""
+    """Facts about training data that are not on this machine."""
 
     classes: int | None = None
     """None: 10."""
     samples: int | None = None
-    """None: not known. Then a plan says nothing of epochs."""
+    """None: unknown. The plan then says nothing about epochs."""
 
 
 NOTHING_KNOWN = MadeUp()
@@ -55,14 +55,14 @@ def plan_of(
     """The plan of a training in a world.
 
     Args:
-        precisions: None: fp32, and what the GPU has of bf16 and fp16; bf16, where the GPU is not known.
-        made_up: what is known of data that are not here: made-up samples take their place. None: they must be here.
+        precisions: None: fp32 and, if the GPU has them, bf16 and fp16; bf16 if the GPU is unknown.
+        made_up: what is known about missing data, which made-up samples replace. None: the data must be here.
 
     Raises:
         DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
     """
     if (failures_per_gpu_year is None) != (save_seconds is None):
-        what, where = "a failure rate and the cost of saving belong together", "--failures-per-gpu-year, --save-seconds"
+        what, where = "a failure rate and the cost of saving go together", "--failures-per-gpu-year, --save-seconds"
         raise UsageError(what, where=where, remedy="give both, or neither")
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
@@ -88,7 +88,7 @@ def plan_of(
 
 
 def with_tensor(config: RunConfig, tensor: int, gpus: int, gpus_per_node: int | None = None) -> RunConfig:
-    """The config with this `parallel.tensor`, and with a global batch as a number.
+    """The config with this `parallel.tensor`, and with a number as its global batch.
 
     Raises:
         UsageError: the number does not fit the GPUs or other keys.
@@ -100,7 +100,7 @@ def with_tensor(config: RunConfig, tensor: int, gpus: int, gpus_per_node: int | 
 
 
 def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]) -> Plan:
-    """The plan, or where nothing fits without offloading, one with the least `parallel.tensor` with which it fits."""
+    """The plan or, if nothing fits without offloading, one with the smallest `parallel.tensor` that fits."""
     world = found.world
     if any(o.fits is not False and o.estimate and not o.estimate.setting.offload for o in found.options):
         return found
@@ -114,7 +114,7 @@ def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]
             options = [*found.options, *(option for option in cut.options if option.estimate is not None)]
             reason = f"{cut.reason}; with parallel.tensor=1 nothing fits on the GPUs (lockstep --explain mesh)"
             return replace(cut, facts=found.facts, options=options, reason=reason)
-        found.facts.notes.append(f"parallel.tensor={tensor} does not make it fit")
+        found.facts.notes.append(f"parallel.tensor={tensor} does not fit either")
     return found
 
 
@@ -124,19 +124,19 @@ def _notes_on_the_batch(facts: ModelFacts, world: World, tensor: int = 1) -> lis
     if batch < ranks:
         notes.append(
             f"batch.global={batch} is less than the {ranks} {'GPUs' if tensor == 1 else 'tensor groups'}: "
-            f"{ranks - batch} of them have no sample in any step, and are paid for; use at most {batch * tensor} GPUs, "
+            f"{ranks - batch} of them never get a sample; use at most {batch * tensor} GPUs, "
             "or raise batch.global"
         )
     if facts.samples is not None and batch > facts.samples:
         notes.append(
-            f"batch.global={batch} is more than the {facts.samples} samples of an epoch: a step then has "
-            f"{facts.samples} samples, and needs less memory and time than is told here; lower batch.global"
+            f"batch.global={batch} exceeds the {facts.samples} samples of an epoch: a step then has "
+            f"{facts.samples} samples, and needs less memory and time than planned; lower batch.global"
         )
     return notes
 
 
 def _switched_off(config: RunConfig, keys: Sequence[str], global_batch: int) -> list[str]:
-    """Overrides for keys that the config has, and that the recommended option does without."""
+    """Overrides for keys that the config sets, and that the recommended option does not need."""
     if not keys:
         return []
     named = {key.partition("=")[0] for key in keys}
@@ -166,17 +166,17 @@ def facts_with_or_without_data(
     recompute: tuple[bool, ...] = (False, True),
     made_up: MadeUp | None = NOTHING_KNOWN,
 ) -> ModelFacts:
-    """The facts of the config's task: with its data, or with made-up samples where it has none here.
+    """The facts of the config's task: from its data or, if there are none here, from made-up samples.
 
     Raises:
-        DataError, UsageError: the task's data or model cannot be made, and made-up samples do not help.
+        DataError, UsageError: the task's data or model cannot be made, not even with made-up samples.
     """
     facts = partial(facts_of, precisions=tuple(precisions), device=device, recompute=recompute)
     try:
         task = _task(config, config.data.train)
         if made_up is None or made_up == NOTHING_KNOWN:
             return facts(task, config)
-        task.train_data()  # it says whether there are data, long before the model is traced
+        task.train_data()  # fails early if there are no data, before the model is traced
     except (DataError, UsageError) as error:
         if made_up is None or not _concerns_data(config, error):
             raise
@@ -190,12 +190,12 @@ def facts_with_or_without_data(
             notes = [assumption(config.task, made_up.classes), *found.notes]
             return replace(found, samples=made_up.samples, notes=notes)
     option = "--classes" if made_up.classes else "--samples"
-    remedy = "leave this option out: the data themselves tell it"
-    raise UsageError("is for data that are not here, and these are here", where=option, remedy=remedy)
+    remedy = "leave this option out: the data determine it"
+    raise UsageError("is only for data that are not on this machine, but these are", where=option, remedy=remedy)
 
 
 def _concerns_data(config: RunConfig, error: Exception) -> bool:
-    """True if an error says that there are no data here: none are named, or those that are named are not here."""
+    """True if an error means that there are no data here: none are configured, or the configured data are missing."""
     train = config.data.train
     return train is None or (isinstance(error, DataError) and not Path(train).expanduser().exists())
 
@@ -206,7 +206,7 @@ def _task(config: RunConfig, train: str | None) -> Task:
     return foreign.configured(registry.build_task(config.task, paths[0], paths[1], fold=config.data.fold), config)
 
 
-# ---- made-up samples of the sizes that a recipe tells
+# ---- made-up samples of the sizes that a recipe configures
 
 
 def write_samples(task: Mapping[str, Any], folder: Path, classes: int | None = None) -> Path | None:
@@ -218,7 +218,7 @@ def write_samples(task: Mapping[str, Any], folder: Path, classes: int | None = N
         classes: None: 10.
 
     Raises:
-        UsageError: the task itself tells its classes, or has none.
+        UsageError: the task defines its own classes, or has none.
     """
     _check_classes(task, classes)
     writer = _WRITERS.get(str(task.get("kind")))
@@ -234,7 +234,7 @@ def assumption(task: Mapping[str, Any], classes: int | None = None) -> str:
     assumed = {
         "classification": f"{count} classes",
         "segmentation": f"{count} classes",
-        "detection": f"{count} classes, and 5 boxes in a picture",
+        "detection": f"{count} classes, and 5 boxes in an image",
         "text": f"{count} classes, and texts of task.max_length tokens; a new tokenizer knows only made-up words",
         "volume_risk": "3 questions, and volumes of task.max_slices slices",
     }
@@ -245,9 +245,9 @@ def _check_classes(task: Mapping[str, Any], classes: int | None) -> None:
     if classes is None:
         return
     if task.get("kind") == "volume_risk":
-        what = "this task has no classes: a plan without data takes 3 questions"
+        what = "this task has no classes: a plan without data assumes 3 questions"
     elif task.get("kind") == "segmentation" and task.get("classes"):
-        what = "task.classes tells the classes already"
+        what = "task.classes already sets the classes"
     else:
         return
     raise UsageError(what, where=f"--classes {classes}", remedy="leave this option out")

@@ -16,10 +16,10 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU, of the rank that has most.
+    """Bytes of one GPU, of the rank that needs the most.
 
-    Each part is given at its largest. The parts are not all at their largest at the same time, so `peak_bytes` may be
-    less than their sum; `at_peak` has parts of one moment, whose sum is `peak_bytes`.
+    Each part is given at its largest. The parts do not peak at the same time, so `peak_bytes` may be less than their
+    sum. `at_peak` has the parts at one moment; their sum is `peak_bytes`.
     """
 
     parameters_bytes: int
@@ -29,36 +29,36 @@ class Memory:
     averages_bytes: int
     """Moving averages of the weights (EMA)."""
     activations_bytes: int | None
-    """Tensors that the backward pass needs, and temporary tensors. None: not known, the model could not be traced."""
+    """Tensors that the backward pass needs, and temporary tensors. None: unknown, as the model cannot be traced."""
     communication_bytes: int
     """Gathered parameters, and buffers of collectives."""
     batch_bytes: int
     peak_bytes: int
-    """Without activations, where they are not known."""
+    """Without activations, if they are unknown."""
     at_peak: dict[str, int] = field(default_factory=dict)
     """Bytes by part (the names above without `_bytes`) at the moment of the peak."""
     peak_is_in: str = ""
     """Where the peak is: `forward`, `backward` or `update`."""
     host_bytes: int = 0
-    """Bytes in the host's memory of one rank: what is offloaded."""
+    """Bytes in one rank's host memory: offloaded tensors."""
 
     @property
     def states_bytes(self) -> int:
-        """Parameters, gradients, optimizer state and averages: what does not depend on the batch."""
+        """Parameters, gradients, optimizer state and averages: everything that does not depend on the batch."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.averages_bytes
 
 
 class Traffic(NamedTuple):
-    """Collectives of one kind in a step, of one of the groups that a GPU is in."""
+    """Collectives of one kind in a step, in one of the GPU's groups."""
 
     group: str
     """`tensor`, `shard`, `replicate`; `all` for all GPUs of a training without shards, and for buffers."""
     collective: str
     """`all_reduce`, `all_gather`, `reduce_scatter` or `broadcast`."""
     times: int | None
-    """How many there are. None: torch decides it."""
+    """How many there are. None: torch decides."""
     bytes: float
-    """Of the whole tensors that are added up, gathered, scattered or sent, in all of these collectives."""
+    """Of the whole tensors that are reduced, gathered, scattered or sent, in all of these collectives."""
     ranks: int
     """Ranks of the group."""
     span: int
@@ -68,8 +68,8 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a GPU sends in rings of NCCL: (n-1)/n of the data to gather or to scatter, and twice that to add
-        up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+        """Bytes that a GPU sends in rings of NCCL: (n-1)/n of the data for a gather or a scatter, and twice that for a
+        reduction (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
         """
         share = (self.ranks - 1) / self.ranks
         return self.bytes * {"broadcast": 1, "all_reduce": 2 * share}.get(self.collective, share)
@@ -81,7 +81,7 @@ class Communication:
 
     traffic: list[Traffic]
     seconds: float | None
-    """Time at the bandwidths of the setting. None: they are not known."""
+    """Time at the bandwidths of the setting. None: they are unknown."""
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Estimate:
     flops_per_step: float | None
     """Of the whole global batch, over all GPUs, without recomputation."""
     compute_seconds: float | None
-    """Passes of a step, at the stated utilisation, with recomputation. None: the GPU's throughput is not known."""
+    """Passes of a step, at the stated utilisation, with recomputation. None: the GPU's throughput is unknown."""
     step_seconds: float | None
     """The longer of computing and communicating, as if they overlapped fully."""
     epoch_seconds: float | None
@@ -120,7 +120,7 @@ class Estimate:
     checkpoint_bytes: int
 
     def fits(self, reserve: float = 0.1) -> bool | None:
-        """True if the peak leaves `reserve` of the GPU's memory free. None: memory or activations are not known."""
+        """True if the peak leaves `reserve` of the GPU's memory free. None: memory or activations are unknown."""
         limit = self.setting.world.memory_bytes
         if limit is None:
             return None
@@ -198,11 +198,11 @@ class _Sizes:
     reduced: dict[int | None, int]
     """Gradients of a unit, as they are reduced."""
     sharded: dict[int | None, int]
-    """Gradients of a unit, of one rank."""
+    """Gradients of a unit, on one rank."""
 
 
 def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
-    """Bytes of one GPU. For the life of each tensor, see lockstep --explain plan."""
+    """Bytes of one GPU. For the lifetime of each tensor, see lockstep --explain plan."""
     shards = setting.shards
     trainable = [p for p in facts.parameters if p.trainable]
     local = {p.name: p.elements_per_rank(shards) for p in facts.parameters}
@@ -260,7 +260,7 @@ _UNKNOWN = Segment("backward")
 
 
 def pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
-    """The traced passes of a setting. None: they are not known."""
+    """The traced passes of a setting. None: they are unknown."""
     precision: PrecisionName = "bf16" if setting.precision == "fp16" else setting.precision
     found = None
     if setting.is_sharded and setting.param_dtype:
@@ -271,8 +271,8 @@ def pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
 def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
     """single, ddp: each rank has all parameters."""
     samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
-    # Buckets are the gradients, and exist all the time. Passes without reduction add up gradients in tensors of their
-    # own, which the last pass copies into the buckets.
+    # Buckets hold the gradients and always exist. Passes without reduction add up gradients in their own tensors,
+    # which the last pass copies into the buckets.
     is_beside = setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view)
     has_copies = is_ddp and (setting.accumulate > 1 or not setting.gradient_as_bucket_view)
     return {
@@ -297,7 +297,7 @@ def _sizes(facts: ModelFacts, setting: Setting) -> _Sizes:
 
 
 def gathered_bytes(parameter: ParameterFacts, setting: Setting) -> int:
-    """Bytes of a parameter that FSDP has gathered, with the rows that fill up the shards."""
+    """Bytes of a parameter that FSDP has gathered, including the rows that pad the shards."""
     element = _BYTES[setting.param_dtype] if setting.param_dtype else parameter.element_bytes
     return parameter.elements_per_rank(setting.shards) * setting.shards * element
 
@@ -311,10 +311,10 @@ def _reduce_bytes(parameter: ParameterFacts, setting: Setting) -> int:
 def _sharded_moment(
     facts: ModelFacts, setting: Setting, segment: Segment, gradients: int, sizes: _Sizes
 ) -> dict[str, int]:
-    """fsdp, hybrid: the root is gathered all the time, and one block while it runs, with buffers around it.
+    """fsdp, hybrid: the root stays gathered, and one block while it runs, with buffers around it.
 
-    In the forward pass, the buffer of a gathering is kept until the next block is gathered. In the backward pass, the
-    next block is gathered ahead, and the input of a reduction is kept until the next.
+    In the forward pass, the buffer of an all-gather is kept until the next block is gathered. In the backward pass, the
+    next block is gathered ahead, and the input of a reduction is kept until the next one.
 
     Args:
         gradients: bytes of all gradients of a rank.
@@ -331,7 +331,7 @@ def _sharded_moment(
         stay_from = facts.stay_from if setting.reshard_after_forward else 0
         if current is not None and current >= stay_from:
             around = sum(gathered.get(other, 0) for other in range(stay_from, current + 1))
-        around += gathered.get(current, 0) if setting.shards > 1 else 0  # a copy, and no buffer
+        around += gathered.get(current, 0) if setting.shards > 1 else 0  # a copy, and not a buffer
     else:
         current = block if block is not None else segment.before
         following = last if current is None else current - 1
@@ -344,7 +344,7 @@ def _sharded_moment(
         waiting = sizes.reduced.get(done, 0)
         given = sum(sizes.sharded.get(other, 0) for other in range(done, last + 1))
     gradient_bytes = segment.gradients_of_block.at(samples)
-    if setting.accumulate > 1 and setting.reduce_each_micro_batch:  # the sum of the micro-batches before
+    if setting.accumulate > 1 and setting.reduce_each_micro_batch:  # the sum of earlier micro-batches
         given = gradients
     elif setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
         gradient_bytes, given = 0, 0
@@ -361,7 +361,7 @@ def _sharded_moment(
 def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
     """fsdp, hybrid: at the end of the backward pass, the gradients of the root and of embeddings are reduced."""
     units = [sizes.reduced.get(unit, 0) for unit in (None, *range(facts.ends[0]))]
-    # Then on a mesh: a copy of each gradient that is not cut, and all of them in one tensor.
+    # On a mesh also: a copy of each gradient that is not sharded, and all of them in one tensor.
     communication = max(sum(units) + max(units), 2 * _uncut_bytes(facts, setting) if setting.tensor > 1 else 0)
     return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": communication}
 
@@ -399,7 +399,7 @@ def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:
     if shards > 1:
         group = (shards, shards * tensor, min(shards, on_node))
         passes, times = setting.accumulate, setting.accumulate if setting.reduce_each_micro_batch else 1
-        # Blocks are gathered before they run in either pass. The root and the last layers stay.
+        # Blocks are gathered before they run in either pass. The root and the last layers stay gathered.
         gathered = [size for unit, size in sizes.gathered.items() for _ in range(1 + (unit in range(units)))]
         yield Traffic("shard", "all_gather", passes * len(gathered), passes * sum(gathered), *group)
         yield Traffic("shard", "reduce_scatter", times * len(sizes.reduced), times * reduced, *group)
@@ -414,7 +414,7 @@ def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:
 
 
 def _uncut_bytes(facts: ModelFacts, setting: Setting) -> int:
-    """Gradients of one rank that a tensor group averages: of parameters that are not cut."""
+    """Gradients of one rank that a tensor group averages: those of parameters that are not sharded."""
     uncut = (p for p in facts.parameters if p.trainable and p.cut_over == 1)
     return sum(p.elements_per_rank(setting.shards) * p.element_bytes for p in uncut)
 

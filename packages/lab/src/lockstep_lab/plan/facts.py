@@ -1,4 +1,4 @@
-"""Facts of a task, from its real model without memory and from traced passes."""
+"""Facts about a task, from its real model without memory and from traced passes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 _SIZES = (2, 8)  # samples of the micro-batches that are traced
-_REAL_SIZES = (2, 4)  # the same, where tensors need values
-_REAL_ELEMENTS = 150e6  # largest model, in parameters, whose passes are computed where they cannot be traced otherwise
+_REAL_SIZES = (2, 4)  # the same, if tensors need values
+_REAL_ELEMENTS = 150e6  # parameters of the largest model whose passes are computed if tracing fails
 _CPU = torch.device("cpu")
 _DTYPES: dict[PrecisionName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SIDES = (2, 3, 5, 7, 11)  # of small tensors: different, so that a state's dimensions can be told apart
+_SIDES = (2, 3, 5, 7, 11)  # of small tensors: different, to identify a state's dimensions
 
 
 def facts_of(
@@ -58,14 +58,14 @@ def facts_of(
     recompute: tuple[bool, ...] = (False, True),
     has_data: bool = True,
 ) -> ModelFacts:
-    """Make the task's model without memory, and trace its passes.
+    """Make the task's model without memory and trace its passes.
 
     Args:
         config: with a global batch as a number.
-        device: whose operators the trace shall resemble. Nothing is computed on either.
-        precisions: whose passes are traced. fp16 has the bytes of bf16.
-        recompute: whether activations are recomputed, in the passes that are traced.
-        has_data: whether the task's data are those of the training. Otherwise they stand in for them.
+        device: the device whose operators the trace resembles. Nothing is computed on it.
+        precisions: precisions to trace. fp16 has the bytes of bf16.
+        recompute: whether the traced passes recompute activations.
+        has_data: whether the task's data are the training data. If not, they are a substitute.
 
     Raises:
         DataError, UsageError: the task's data or model cannot be made.
@@ -84,11 +84,11 @@ def facts_of(
             with_fakes = {n: map_tensors(batches[n], lambda tensor: fake.from_tensor(tensor)) for n in _SIZES}
             passes, traced, notes = trace(built, with_fakes, inside=fake)
         except Untraceable as error:
-            passes, traced, notes = Passes(), {}, ["activations are not known"]
+            passes, traced, notes = Passes(), {}, ["activations are unknown"]
             if sum(parameter.numel() for parameter in built.model.parameters()) <= _REAL_ELEMENTS:
                 real = model.with_values(task, config, gpu=device == "cuda")
                 passes, traced, notes = trace(real, {n: batches[n] for n in _REAL_SIZES}, inside=None)
-                notes = ["they were computed on this machine instead, in small"] * bool(passes) + notes
+                notes = ["they were computed on this machine instead, at a small size"] * bool(passes) + notes
             notes = [f"the passes cannot be traced without values: {error.where}: {error}", *notes]
     plain, recomputed = traced.get(False), traced.get(True)
     dtype = next(p.dtype for p in built.model.parameters() if p.requires_grad)
@@ -114,7 +114,7 @@ def facts_of(
 
 
 def _of_config(config: RunConfig) -> dict[str, Any]:
-    """The fields of `ModelFacts` that a config tells alone."""
+    """The fields of `ModelFacts` that follow from a config alone."""
     return {
         "global_batch": config.batch.global_ or 32,
         "epochs": None if config.train.steps else config.train.epochs or 1,
@@ -130,7 +130,7 @@ def _of_config(config: RunConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch does not log the operations that failed without values: the notes of the facts name them."""
+    """Inside, torch does not log operations that failed without values: the notes of the facts name them."""
     logger = logging.getLogger(fake_tensor.__name__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -140,7 +140,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
-    """A micro-batch: the longest samples, where lengths are known, else the first samples of the training."""
+    """A micro-batch: the longest samples, if lengths are known, else the first samples of the training."""
     lengths = getattr(data, "lengths", None)
     if lengths is not None:
         order = sorted(range(len(data)), key=lambda index: -float(lengths[index]))[:samples]
@@ -149,7 +149,7 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
         order = plan.indices(0)[0].tolist()
     order = (order * samples)[:samples]  # a small data set is repeated
     loader = run_data.make_loader(model.on_one_rank(config), data, task, model.alone(), training=True)
-    epoch = max(0, (config.train.epochs or 1) - 1)  # in which pictures are largest, where their size changes
+    epoch = max(0, (config.train.epochs or 1) - 1)  # in which images are largest, if their size changes
     with contextlib.closing(loader.run(lambda: [MicroBatchPlan(tuple(order), epoch, False)])) as micro_batches:
         return next(micro_batches).collated
 
@@ -167,15 +167,15 @@ def _trace_all(
     """Trace the passes in these precisions, with and without recomputation.
 
     Args:
-        batches: two of them, by their number of samples.
+        batches: two batches, by their number of samples.
         inside: the mode of the tensors. None: they have values.
 
     Returns:
-        the passes; by recomputation, the first as it was traced with more samples; and notes on passes that are left
-        out.
+        the passes; by recomputation, the first as it was traced with more samples; and notes on passes that are
+        left out.
 
     Raises:
-        Untraceable: a pass could not be traced without values. With values, such a pass is left out, and noted.
+        Untraceable: a pass could not be traced without values. With values, such a pass is left out with a note.
     """
     found, notes, blocks = Passes(), list[str](), list(built.blocks.values())
     first_traced: dict[bool, TracedPass] = {}
@@ -202,7 +202,7 @@ def _trace_all(
             except Untraceable as error:
                 if inside is not None:
                     raise
-                notes.append(f"they cannot be computed here in {traced[precision]}: {error}. Activations are not known")
+                notes.append(f"they cannot be computed here in {traced[precision]}: {error}. Activations are unknown")
                 continue
             if gathered_in is None:
                 continue
@@ -211,7 +211,7 @@ def _trace_all(
                     found[precision, again, gathered_in], _ = trace(precision)
             except Untraceable as error:
                 what = f"parallel.param_dtype={gathered_in} in {traced[precision]} cannot be traced: {error.where}: "
-                notes.append(f"{what}{error}; activations are told as without it")
+                notes.append(f"{what}{error}; activations are estimated without it")
     return found, first_traced, notes
 
 
@@ -230,7 +230,7 @@ def _pass_facts(first: TracedPass, second: TracedPass) -> PassFacts:
 def _pairs(
     first: Sequence[TracedSegment], second: Sequence[TracedSegment]
 ) -> list[tuple[TracedSegment, TracedSegment]]:
-    """Segments of two passes that belong together: by order; where passes differ, those with most bytes by phase."""
+    """Corresponding segments of two passes: by order or, if the passes differ, those with the most bytes by phase."""
     if [s.place for s in first] == [s.place for s in second]:
         return list(zip(first, second, strict=True))
     pairs = []
@@ -241,15 +241,15 @@ def _pairs(
 
 
 _MICRO_BATCHES = 2.0 ** np.arange(LARGEST.bit_length())  # all that the search tries
-# Which parts of a snapshot live together: with one rank, beside buckets, with fsdp, and with fsdp without copies.
+# The parts of a snapshot that coexist: with one rank, next to buckets, with fsdp, and with fsdp without copies.
 _TOGETHER = np.array([(1, 1, 1, 0), (1, 1, 0, 0), (1, 1, 0, 1), (1, 0, 0, 1)], dtype=np.float64)
 
 
 def _segments(a: TracedSegment, b: TracedSegment, sizes: tuple[int, int]) -> Iterator[Segment]:
-    """A segment for each moment that may be the one with most bytes.
+    """A segment for each moment that may have the most bytes.
 
-    Which moment this is depends on the micro-batch: with few samples the gradients of large matrices, with many samples
-    the activations. Bytes of each moment grow in proportion to the samples.
+    Which moment that is depends on the micro-batch: with few samples, the gradients of large matrices; with many, the
+    activations. The bytes at each moment grow in proportion to the samples.
     """
     first, second = _snapshots(a, b)
     slopes = (second - first) / (sizes[1] - sizes[0])
@@ -310,10 +310,10 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> Op
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[float, int]:
-    """The bytes of state that `optimizer` keeps for `parameter`, as found on a small tensor of its own.
+    """The bytes of state that `optimizer` keeps for `parameter`, measured on a separate small tensor.
 
     Returns:
-        bytes for each element, of tensors that have the shape of the parameter; and bytes of other tensors.
+        bytes per element, of tensors with the shape of the parameter; and bytes of other tensors.
     """
     group, optimizer = next(
         (group, member)
@@ -342,7 +342,7 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tupl
 
 
 def temporaries_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> tuple[float, float]:
-    """Temporary bytes of an update: for each element of all parameters, and of the largest parameter."""
+    """Temporary bytes of an update: per element of all parameters, and per element of the largest parameter."""
     side = 64
     peaks = {}
     for count in (1, 2, 6):
@@ -353,7 +353,7 @@ def temporaries_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> tupl
         with LiveBytes(fixed) as live:
             trial.step()
         peaks[count] = max(segment.most for segment in live.segments) / side**2
-    of_all = (peaks[6] - peaks[2]) / 4  # with two, a loop over parameters still holds a tensor of the one before
+    of_all = (peaks[6] - peaks[2]) / 4  # with two, a loop over parameters still holds a tensor of the previous one
     of_all = max(0.0, round(of_all, 2))  # counters of a few bytes
     return of_all, max(0.0, round(peaks[1] - of_all, 2))
 
@@ -367,7 +367,7 @@ def _trial(
     try:
         trial: torch.optim.Optimizer = make([{"params": parameters, **options}], lr=options["lr"])
     except (TypeError, ValueError) as error:
-        what = f"no other {type(optimizer).__name__} can be made of its options, to measure its state: {error}"
+        what = f"cannot make a second {type(optimizer).__name__} from its options to measure its state: {error}"
         raise UsageError(what, where="optim", remedy="measure a run: log.memory=table") from error
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)

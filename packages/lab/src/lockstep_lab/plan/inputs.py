@@ -1,4 +1,4 @@
-"""The questions to which `estimate` answers: a training, the machines, and how it would run on them."""
+"""The inputs of `estimate`: a training, the machines, and how it would run on them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.parts import peaks
 
 StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-_LEAST_MEMORY = 10**5  # bytes; less is a number without its unit
+_LEAST_MEMORY = 10**5  # bytes; a smaller number lacks its unit
 
 
-# ---- what is known of a training before it runs
+# ---- what is known about a training before it runs
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class ParameterFacts:
     element_bytes: int
     trainable: bool
     block: int | None
-    """Index of the block that holds it, where large embeddings and last layers count as blocks. None: it is in the
+    """Index of the block that holds it. Large embeddings and last layers count as blocks. None: it is in the
     root."""
     state_element_bytes: float = 0.0
-    """Bytes of optimizer state for each element: of tensors with the shape of the parameter."""
+    """Bytes of optimizer state per element: of tensors with the shape of the parameter."""
     state_other_bytes: int = 0
     """Bytes of optimizer state of other shapes, such as a counter of steps."""
     saved: bool = True
-    """Whether checkpoints and averages have it. A model may leave out what is frozen."""
+    """Whether checkpoints and averages include it. A model may leave out what is frozen."""
     cut_over: int = 1
-    """Ranks of a tensor group that hold other parts of it. `shape` is that of a part."""
+    """Ranks of a tensor group that hold different shards of it. `shape` is that of a shard."""
 
     @property
     def elements(self) -> int:
@@ -58,7 +58,7 @@ class ParameterFacts:
         return math.prod(self.shape)
 
     def elements_per_rank(self, shards: int) -> int:
-        """Elements of the largest shard: rows are divided, as `fully_shard` divides them."""
+        """Elements of the largest shard: rows are divided as `fully_shard` divides them."""
         if shards == 1 or not self.shape:
             return self.elements
         return -(-self.shape[0] // shards) * math.prod(self.shape[1:])
@@ -66,11 +66,11 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Segment:
-    """A moment of a forward or backward pass: inside of one block, or outside of blocks."""
+    """A moment of a forward or backward pass: inside one block, or outside blocks."""
 
     phase: Literal["forward", "backward"]
     block: int | None = None
-    """Index of the block. None: outside of the blocks."""
+    """Index of the block. None: outside the blocks."""
     before: int | None = None
     """Index of the block that ran before in this phase."""
     activations: Affine = Affine()
@@ -78,9 +78,9 @@ class Segment:
     casts: Affine = Affine()
     """Copies of parameters in the number format of autocast."""
     gradients: Affine = Affine()
-    """Gradients of parameters, in their number format, where they are kept from their computation on."""
+    """Gradients of parameters, in their number format, if they are kept from their computation on."""
     gradients_of_block: Affine = Affine()
-    """Those of this block and of the root: what lives where the gradients of other blocks have been given away."""
+    """Those of this block and of the root: what is alive if the gradients of other blocks have been freed."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class PassFacts:
     kept: Affine = Affine()
     """Activations and casts that live at the end of the forward pass: what the backward pass needs."""
     kept_casts: Affine = Affine()
-    """Of `kept`, the copies of parameters in another number format."""
+    """Of `kept`, the copies of parameters in a different number format."""
     exchanged: dict[str, tuple[int, Affine]] = field(default_factory=dict)
-    """By name: collectives of the tensor group, and the bytes of the whole tensors that they give."""
+    """By name: collectives of the tensor group, and the bytes of the whole tensors that they return."""
 
 
 Passes = dict[tuple[PrecisionName, bool, PrecisionName | None], PassFacts]
-"""By precision, by the recomputation of activations, and by the number format in which FSDP gathers parameters (None:
-as they are stored). Those of bf16 stand for fp16, too, which has the same bytes."""
+"""By precision, by recomputation of activations, and by the number format in which FSDP gathers parameters (None: as
+they are stored). Those of bf16 also apply to fp16, which has the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class OptimizerFacts:
 
     name: str
     temporary_element_bytes: float
-    """Temporary bytes of an update, for each element of all parameters together."""
+    """Temporary bytes of an update, per element of all parameters together."""
     temporary_largest_bytes: float
-    """Temporary bytes of an update, for each element of the largest parameter."""
+    """Temporary bytes of an update, per element of the largest parameter."""
     needs_whole_matrices: bool = False
-    """Cannot train shards."""
+    """Whether it cannot train shards."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """All that `estimate` needs to know of a task and its config."""
+    """All that `estimate` needs to know about a task and its config."""
 
     name: str
     parameters: tuple[ParameterFacts, ...]
@@ -129,27 +129,27 @@ class ModelFacts:
     passes: Passes
     """Empty: the model could not be traced."""
     flops_per_sample: float | None
-    """Forward and backward pass, without recomputation. None: not known."""
+    """Forward and backward pass, without recomputation. None: unknown."""
     forward_flops_per_sample: float | None
     recomputed_flops_per_sample: float | None
-    """What recomputation adds. None: not known, or there is none."""
+    """What recomputation adds. None: unknown, or there is none."""
     samples: int | None
-    """Samples of an epoch. None: the data are not here."""
+    """Samples of an epoch. None: the data are not on this machine."""
     global_batch: int
     """Samples of an update that the config asks for."""
     epochs: float | None = None
     """Length of the training. None: the config gives steps."""
     min_steps: int = 0
-    """The training is at least so many steps long."""
+    """The training has at least this many steps."""
     steps: int | None = None
     learning_rate: float = 1e-3
     """The config's learning rate, for `reference_batch`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: int = 32
     drop_last: bool = False
-    """The last, partial batch of an epoch is left out."""
+    """Whether the last, partial batch of an epoch is left out."""
     averages: bool = False
-    """The training keeps moving averages of the weights."""
+    """Whether the training keeps moving averages of the weights."""
     optimizer_of_fp16: OptimizerFacts | None = None
     """The update in fp16, which does not use torch's fused kernels. None: as `optimizer`."""
     data: str = ""
@@ -157,11 +157,11 @@ class ModelFacts:
     notes: list[str] = field(default_factory=list)
     """Limits of the model and of the facts, for people."""
     ends: tuple[int, int] = (0, 0)
-    """Number of large embeddings, which count as blocks before the others, and of large last layers, behind them."""
+    """Number of large embeddings, which count as blocks before the others, and of large last layers, after them."""
 
     @property
     def stay_from(self) -> int:
-        """Index of the first block that always stays gathered until the backward pass: of the last layers."""
+        """Index of the first block that stays gathered until the backward pass: of the last layers."""
         return self.ends[0] + len(self.blocks)
 
     @property
@@ -181,15 +181,15 @@ class World:
     """GPUs of the whole training; each has one rank."""
     gpus_per_node: int
     memory_bytes: int | None = None
-    """Memory of one GPU. None: not known, and nothing is compared with it."""
+    """Memory of one GPU. None: unknown, and nothing is compared with it."""
     peak_flops: dict[str, float] | None = None
-    """Most floating-point operations of one GPU in a second, by precision. None: not known."""
+    """Peak floating-point operations of one GPU per second, by precision. None: unknown."""
     link_bytes_per_second: float | None = None
-    """Between GPUs of a node. None: not known."""
+    """Between GPUs of a node. None: unknown."""
     network_bytes_per_second: float | None = None
-    """Between GPUs of different nodes. None: not known."""
+    """Between GPUs of different nodes. None: unknown."""
     utilisation: float = 0.4
-    """Share of `peak_flops` that a training reaches (model FLOPs utilisation)."""
+    """Fraction of `peak_flops` that a training reaches (model FLOPs utilisation)."""
     gpu_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -198,12 +198,12 @@ class World:
             raise UsageError("must be at least 1", where=where, remedy=remedy)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             what, remedy = (
-                f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}",
+                f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node} GPUs",
                 "give a number that divides --gpus",
             )
             raise UsageError(what, where="--gpus-per-node", remedy=remedy)
         if not 0 < self.utilisation <= 1:
-            what, remedy = f"{self.utilisation} is no share", "give a number such as 0.4"
+            what, remedy = f"{self.utilisation} is not a fraction between 0 and 1", "give a number such as 0.4"
             raise UsageError(what, where="--utilisation", remedy=remedy)
 
     @property
@@ -212,13 +212,13 @@ class World:
         return max(1, self.gpus // self.gpus_per_node)
 
     def bandwidth(self, ranks: int, on_node: int = 1) -> float | None:
-        """Bytes in a second that a GPU sends in a collective over `ranks` ranks. None: it is not known.
+        """Bytes per second that a GPU sends in a collective over `ranks` ranks. None: it is unknown.
 
-        Between nodes, NCCL makes a ring for each network adapter, and each ring leaves a node once. So of the bytes
-        that a GPU sends, `1 / on_node` cross the network, and the others go to a GPU of the same node.
+        Between nodes, NCCL makes a ring for each network adapter, and each ring leaves a node once. So `1 / on_node` of
+        the bytes that a GPU sends cross the network, and the rest go to a GPU of the same node.
 
         Args:
-            on_node: ranks of the collective that share a node, where the collective reaches over several nodes.
+            on_node: ranks of the collective that share a node, if the collective spans several nodes.
         """
         link, network = self.link_bytes_per_second, self.network_bytes_per_second
         if ranks <= self.gpus_per_node:
@@ -234,20 +234,20 @@ class Setting:
 
     world: World
     strategy: StrategyName
-    """`hybrid` is fsdp whose shards are spread over the GPUs of a node, and repeated on each node."""
+    """`hybrid` is fsdp with shards spread over the GPUs of a node, and replicated on each node."""
     precision: PrecisionName
     micro_batch: int
     """Samples of a forward pass on one GPU."""
     accumulate: int = 1
     """Forward passes of a GPU before an update."""
     offload: bool = False
-    """fsdp, hybrid: parameters, gradients and optimizer state are in the memory of the host."""
+    """fsdp, hybrid: parameters, gradients and optimizer state are in host memory."""
     recompute: bool = False
-    """The activations of blocks are computed again in the backward pass."""
+    """The backward pass computes the activations of blocks again."""
     shard_ranks: int | None = None
     """hybrid: ranks that share one copy. None: the GPUs of a node. fsdp shares one copy among all ranks."""
     param_dtype: PrecisionName | None = None
-    """fsdp: number format in which parameters are gathered. None: that in which they are stored."""
+    """fsdp: number format in which parameters are gathered. None: the format in which they are stored."""
     reduce_dtype: PrecisionName | None = None
     """fsdp: number format in which gradients are reduced. None: fp32 with `param_dtype`, else the stored format."""
     reshard_after_forward: bool = True
@@ -257,12 +257,12 @@ class Setting:
     global_batch: int | None = None
     """Samples of an update over all GPUs. None: every micro-batch is full."""
     tensor: int = 1
-    """Ranks of a tensor group, which together hold the layers of one model. With more than one, `ddp` repeats groups
-    and `fsdp` spreads what each rank of a group holds."""
+    """Ranks of a tensor group, which together hold the layers of one model. With more than one, `ddp` replicates groups
+    and `fsdp` shards what each rank of a group holds."""
 
     def __post_init__(self) -> None:
         if self.tensor > 1 and (self.offload or self.precision == "fp16"):
-            what = "models that are cut are not trained in fp16, and not offloaded"
+            what = "tensor parallelism supports neither fp16 nor offload"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy="use bf16 or fp32, without offload")
         if self.strategy == "single" and self.world.gpus > 1:
             what, remedy = f"{self.world.gpus} GPUs would train {self.world.gpus} models", "use ddp or fsdp, or one GPU"
@@ -271,10 +271,10 @@ class Setting:
             what, remedy = ("one GPU", "use single") if self.tensor == 1 else ("one tensor group", "use ddp")
             raise UsageError(f"{what} has nothing to shard", where=f"strategy {self.strategy}", remedy=remedy)
         if self.strategy == "hybrid" and self.data_ranks <= self.shards:
-            what = "there is one group of ranks, such as one node, and hybrid repeats the shards on several"
+            what = "there is only one group of ranks, such as one node, but hybrid replicates shards over several"
             raise UsageError(what, where="strategy hybrid", remedy="use fsdp, or give --gpus-per-node")
         if self.data_ranks % self.shards:
-            what = f"{self.data_ranks} GPUs cannot be cut into groups of {self.shards}"
+            what = f"{self.data_ranks} GPUs cannot be divided into groups of {self.shards}"
             raise UsageError(what, where="shard_ranks", remedy="use a number that divides the number of GPUs")
         if self.offload and not self.is_sharded:
             remedy = "use fsdp or hybrid"
@@ -289,12 +289,12 @@ class Setting:
 
     @property
     def data_ranks(self) -> int:
-        """Groups of GPUs that have other samples: all GPUs, or tensor groups."""
+        """Groups of GPUs with different samples: all GPUs, or tensor groups."""
         return self.world.gpus // self.tensor
 
     @property
     def shards(self) -> int:
-        """Ranks that together hold one copy of the parameters; on a mesh, of what a place in a tensor group holds."""
+        """Ranks that together hold one copy of the parameters; on a mesh, of one position's shard in a tensor group."""
         if self.strategy in ("single", "ddp"):
             return 1
         if self.strategy == "fsdp":
@@ -326,25 +326,25 @@ def size(text: str, where: str) -> int:
     """Bytes of `80GB`, `79.6GiB` or `80000000000`.
 
     Raises:
-        UsageError: it is no size, or less than a GPU has.
+        UsageError: it is not a size, or is smaller than any GPU's memory.
     """
     found = sizes.bytes_of(text, where)
     if found < _LEAST_MEMORY:
         remedy = "write a number with GB or GiB, such as 80GB"
-        raise UsageError(f"{text!r} means {found} bytes, and a GPU has more", where=where, remedy=remedy)
+        raise UsageError(f"{text!r} means {found} bytes, but every GPU has more", where=where, remedy=remedy)
     return found
 
 
 def bandwidth(text: str, where: str) -> float:
-    """Bytes in a second of `50GB/s`, `400Gbit/s` or `400Gb/s`: a small b means bits.
+    """Bytes per second of `50GB/s`, `400Gbit/s` or `400Gb/s`: a lower-case b means bits.
 
     Raises:
-        UsageError: it is no bandwidth.
+        UsageError: it is not a bandwidth.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KkMGT]?i?)(B|b|bit|bits)(/s|ps)?\s*", text)
     if match is None or not float(match[1]):
-        remedy = "write bytes or bits in a second, such as 50GB/s or 400Gbit/s"
-        raise UsageError(f"{text!r} is no bandwidth", where=where, remedy=remedy)
+        remedy = "write bytes or bits per second, such as 50GB/s or 400Gbit/s"
+        raise UsageError(f"{text!r} is not a bandwidth", where=where, remedy=remedy)
     return float(match[1]) * sizes.UNITS[match[2].upper()] / (1 if match[3] == "B" else 8)
 
 
@@ -352,16 +352,16 @@ def gpu(name: str) -> peaks.Gpu:
     """The data sheet of a GPU.
 
     Raises:
-        UsageError: it is not known; names the nearest.
+        UsageError: the GPU is unknown; names the nearest.
     """
     found = peaks.find(name)
     if found is not None:
         return found
     known = {each.name.lower(): each.name for each in peaks.GPUS}
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
-    remedy = f"the nearest is {known[near[0]]!r}; there are: " if near else "there are: "
+    remedy = f"the nearest is {known[near[0]]!r}; known are: " if near else "known are: "
     remedy += ", ".join(known.values()) + ". Or give --gpu-memory"
-    raise UsageError(f"the GPU {name!r} is not known", where="--gpu", remedy=remedy)
+    raise UsageError(f"the GPU {name!r} is unknown", where="--gpu", remedy=remedy)
 
 
 def world(
@@ -378,14 +378,14 @@ def world(
     """The world that the command line describes.
 
     Args:
-        gpus_per_node: None: 8, or all where there are fewer.
+        gpus_per_node: None: 8, or all if there are fewer.
         link_bandwidth: between GPUs of a node, one GPU in one direction. None: half of the data sheet's, which counts
-            both directions. It also counts between nodes, where `network_bandwidth` is not given.
+        both directions. It also applies between nodes, if `network_bandwidth` is not given.
         network_bandwidth: between nodes, for one GPU in one direction.
-        fp32_as_tf32: matrices of fp32 are multiplied in TF32.
+        fp32_as_tf32: whether fp32 matrices are multiplied in TF32.
 
     Raises:
-        UsageError: neither a memory nor a GPU is given, or a word cannot be read.
+        UsageError: neither a memory nor a GPU is given, or a value cannot be parsed.
     """
     if gpu_memory is None and gpu_name is None:
         remedy = "add --gpu-memory 80GB, or --gpu H100"

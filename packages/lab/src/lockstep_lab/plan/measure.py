@@ -1,8 +1,8 @@
-"""Real steps of a training on this machine, beside the estimate of the same setting. The steps are the engine's own.
+"""Real steps of a training on this machine, compared with the estimate of the same setting. The engine runs the steps.
 
-Memory is measured in the second step: the first makes the optimizer's state, and what strategies make when they begin.
-torch's profiler tells each allocation and release of its allocators, on the CPU as on a GPU. States are the bytes of
-their tensors.
+Memory is measured in the second step: the first creates the optimizer's state and the strategy's buffers. torch's
+profiler reports each allocation and release of its allocators, on the CPU as on a GPU. States are the bytes of their
+tensors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
 
 _MEASURED = 7
-"""Steps whose memory is measured at most: the first without loss, or that with the least loss. The profiler misses
-memory that a thread of the ranks' communication frees, as it does where it is the last to hold the input of a
-collective."""
+"""The most steps whose memory is measured: stops at the first step without loss, else keeps the one with the least
+loss. The profiler misses memory that a communication thread of the ranks frees, for example if that thread is the last
+to hold the input of a collective."""
 _MISSED = 0.01  # of the peak: bytes that the profiler may miss
-_TIMED = 3  # steps after them, because a profiler slows steps down
+_TIMED = 3  # steps after those, because a profiler slows steps down
 _SETTLED_S = 0.05
-_EXPLAINED = 0.05  # differences from this share on are explained
+_EXPLAINED = 0.05  # differences of at least this fraction are explained
 _BEGIN, _FORWARD, _UPDATE, _END = (f"lockstep: {name}" for name in ("begin", "forward", "update", "end"))
 _STATES = ("parameters", "gradients", "optimizer", "averages")
 
@@ -56,7 +56,7 @@ class Measured:
     world: int
     device: str
     on_gpu: bool
-    """The device has memory of its own."""
+    """Whether the device has its own memory."""
     strategy: str
     precision: str
     micro_batch: int
@@ -68,8 +68,8 @@ class Measured:
     optimizer_bytes: int
     averages_bytes: int
     activations_bytes: int
-    """Bytes at the end of a forward pass that were not there before: what the backward pass needs. With shards, also
-    the gathered parameters outside of the blocks."""
+    """Bytes at the end of a forward pass that did not exist before: what the backward pass needs. With shards, also the
+    gathered parameters outside the blocks."""
     batch_bytes: int
     peak_bytes: int
     flops_per_sample: float | None
@@ -79,7 +79,7 @@ class Measured:
 
 
 def measure(config: RunConfig) -> Measured | None:
-    """Train a few steps on the ranks of this process's world, in memory: nothing is saved and nothing is logged.
+    """Train a few steps on the ranks of this process's world, in memory: nothing is saved or logged.
 
     Returns:
         on rank 0 the figures of the rank with the largest peak; None on other ranks.
@@ -97,12 +97,12 @@ def measure(config: RunConfig) -> Measured | None:
 
 
 def _short(config: RunConfig) -> RunConfig:
-    """The config without evaluations, and with few steps. The schedule of the learning rate does not matter here."""
+    """The config without evaluations, and with few steps. The learning-rate schedule does not matter here."""
     never = ("epochs", "min_steps", "eval_every_epochs", "stop_when", "max_time")
     steps = {"steps": 1 + _MEASURED + _TIMED, "eval_every_steps": 0, "parts": []}
     train = config.train.model_copy(update=dict.fromkeys(never) | steps)
     log = config.log.model_copy(update={"flops": False, "pictures": 0, "writers": [], "model_summary": False})
-    device = devices.rather_than_mps(config.device)  # a plan is for CUDA; the CPU is measured as its stand-in
+    device = devices.rather_than_mps(config.device)  # a plan is for CUDA; the CPU is measured instead
     schedule = config.schedule
     if schedule.plateau is not None:
         schedule = schedule.model_copy(update={"name": "constant", "plateau": None})
@@ -133,7 +133,7 @@ def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
         update(state, micro_batches, run.plan.samples(state.step))
         device.synchronize()
         seconds.append(time.perf_counter() - begun)
-    first = best.micro_batches[0]  # whose samples may be shorter than others
+    first = best.micro_batches[0]  # its samples may be shorter than others
     flops = FlopCount(state.strategy, state.precision, state.world, compiled=config.compute.compile is not None)
     flops.add([first])
     flops.count(first)
@@ -158,7 +158,7 @@ def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
 
 class _StepMemory(NamedTuple):
     figures: dict[str, int]
-    """The bytes in `Measured`, by their name."""
+    """The bytes in `Measured`, by name."""
     missed: int
     """Bytes whose release the profiler missed: the step ended with more than it began with."""
     micro_batches: list[MicroBatch]
@@ -167,7 +167,7 @@ class _StepMemory(NamedTuple):
 def _memory_of_step(
     update: Update, state: TrainState, micro_batches: list[MicroBatch], samples: int
 ) -> _StepMemory | None:
-    """Run a step, and measure it. None: its update was skipped."""
+    """Run a step and measure it. None: its update was skipped."""
     device, held = devices.of(state.world.device), dict[str, int]()
     own = device.has_own_memory
 
@@ -183,7 +183,7 @@ def _memory_of_step(
             held[f"{name}_bytes"] = _bytes(here, seen)
 
     hooks = [
-        # In front of the hooks of FSDP, which gather parameters for the backward pass.
+        # Before the hooks of FSDP, which gather parameters for the backward pass.
         state.forward.register_forward_hook(lambda *args: _mark_backward(args[-1]), prepend=True),
         state.optimizer.register_step_post_hook(count_states),
     ]
@@ -201,7 +201,7 @@ def _memory_of_step(
         return None
     level, highest = _levels(profile.kineto_results.events(), "CUDA" if own else "CPU")
     batch = _bytes(_tensors([each.collated for each in micro_batches[:2]]))
-    if not own:  # the allocator's level is known where the states were counted, so it is known everywhere
+    if not own:  # the allocator's level is known where the states were counted, so everywhere
         is_view = getattr(state.forward, "gradient_as_bucket_view", True)  # only DDP's wrapper has it
         buckets = 0 if is_view else held["gradients_bytes"]
         peak = sum(held.values()) + batch + buckets + highest - level[_UPDATE]
@@ -210,15 +210,15 @@ def _memory_of_step(
 
 
 def _settle(ranks: Ranks) -> None:
-    """Wait until no thread of the ranks' communication frees memory: a profiler that began or ended meanwhile has
-    crashed a rank once."""
+    """Wait until no communication thread of the ranks frees memory: a profiler that started or stopped meanwhile once
+    crashed a rank."""
     if ranks.size > 1:
         ranks.all_sum([0.0])
         time.sleep(_SETTLED_S)
 
 
 def _levels(events: Iterable[Any], kind: str) -> tuple[dict[str, int], int]:
-    """The allocated bytes of a kind of device at the first of each mark, and the most between begin and end."""
+    """The allocated bytes of a kind of device at the first of each mark, and the maximum between begin and end."""
     found = []
     for event in events:
         name = event.name()
@@ -240,7 +240,7 @@ def _levels(events: Iterable[Any], kind: str) -> tuple[dict[str, int], int]:
 
 @contextlib.contextmanager
 def _profiled() -> Iterator[Any]:
-    """A profile of the memory inside. Kineto writes lines of its own to stderr where it starts and stops."""
+    """Profile the memory inside. Kineto writes its own lines to stderr when it starts and stops."""
     profile: Any = torch.autograd.profiler.profile(profile_memory=True)
     with _without_stderr():
         profile.__enter__()
@@ -271,7 +271,7 @@ def _mark(name: str) -> None:
 
 
 def _mark_backward(losses: Any) -> None:
-    """Mark the begin of the backward pass. By then autocast has freed the weights that nothing needs any more."""
+    """Mark the start of the backward pass. By then autocast has freed the weights that nothing needs any more."""
     for loss in tensors_of(losses):
         if loss.requires_grad:
             loss.register_hook(lambda _: _mark(_FORWARD))  # type: ignore[no-untyped-call]
@@ -286,7 +286,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int] | None = None) -> int:
     """Bytes of the storages of tensors. Each storage counts once.
 
     Args:
-        seen: addresses of storages that count no more.
+        seen: addresses of storages that are already counted.
     """
     seen, total = set() if seen is None else seen, 0
     for storage in (tensor.untyped_storage() for tensor in tensors):
@@ -296,29 +296,29 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int] | None = None) -> int:
     return total
 
 
-# ---- beside the estimate
+# ---- compared with the estimate
 
 
 class Difference(NamedTuple):
-    """A part of an estimate beside its measurement."""
+    """A part of an estimate, with its measurement."""
 
     part: str
     estimated: float | None
-    """None: the estimate does not know it."""
+    """None: the estimate does not cover it."""
     measured: float | None
     unit: str
     """`bytes`, `flops` or `seconds`."""
 
     @property
     def off(self) -> float | None:
-        """(estimated - measured) / measured. None: one of them is not known, or nothing was measured."""
+        """(estimated - measured) / measured. None: one of them is unknown, or nothing was measured."""
         if self.estimated is None or not self.measured:
             return None
         return self.estimated / self.measured - 1
 
 
 def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[Setting, list[Difference]]:
-    """The setting that was measured, and its estimate beside the measurement."""
+    """The measured setting, and its estimate compared with the measurement."""
     config = with_tensor(config, config.parallel.tensor if measured.world > 1 else 1, measured.world)
     setting = setting_of(config, measured, utilisation)
     facts = facts_with_or_without_data(
@@ -367,14 +367,14 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
 
 
 def _kept(facts: ModelFacts, setting: Setting) -> int | None:
-    """Bytes that the estimate gives for `Measured.activations_bytes`. None: it does not know them."""
+    """Bytes that the estimate gives for `Measured.activations_bytes`. None: unknown."""
     passes = pass_of(facts, setting)
     if passes is None:
         return None
     kept = passes.kept.at(setting.micro_batch)
     if not setting.is_sharded:
         return kept
-    if setting.param_dtype == setting.precision:  # what is gathered needs no copies
+    if setting.param_dtype == setting.precision:  # gathered parameters need no copies
         kept -= passes.kept_casts.at(setting.micro_batch)
     stay_from = facts.stay_from if setting.reshard_after_forward else 0
     stay = (p for p in facts.parameters if p.block is None or p.block >= stay_from)
@@ -400,12 +400,12 @@ def text(rows: Sequence[Difference], measured: Measured, peak_flops: Mapping[str
     """The differences as a table for people.
 
     Args:
-        peak_flops: most operations of a rank's device in a second, by precision. None: not known.
+        peak_flops: peak operations per second of a rank's device, by precision. None: unknown.
     """
     about = f"{measured.world} rank{'s' * (measured.world > 1)} on {measured.device}, {measured.strategy}, "
     about += f"{measured.precision}, micro-batch of {measured.micro_batch}"
     about += f" x {measured.accumulate}" if measured.accumulate > 1 else ""
-    about += ", activations computed again" if measured.recompute else ""
+    about += ", activations recomputed" if measured.recompute else ""
     cells = [("", "estimated", "measured", "off")]
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1%}"
@@ -418,15 +418,15 @@ def text(rows: Sequence[Difference], measured: Measured, peak_flops: Mapping[str
         lines.append("  ".join((first.ljust(widths[0]), *rest)).rstrip())
     off_by_part = {row.part: row.off or 0.0 for row in rows}
     if off_by_part.get("operations of a sample", 0.0) > _EXPLAINED:
-        lines.append("the estimate is for the longest samples of the data, and the measured samples were shorter")
+        lines.append("the estimate is for the longest samples of the data, but the measured samples were shorter")
     if off_by_part.get("peak", 0.0) < -_EXPLAINED:
         lines.append(
-            "the measured peak has buffers inside of operators, such as convolutions, and on a CPU the copies that "
-            "gloo makes of what it sends: torch tells neither before they run, and the estimate leaves them out"
+            "the measured peak includes buffers inside operators, such as convolutions, and on a CPU the copies that "
+            "gloo makes of what it sends: torch reports neither in advance, so the estimate leaves them out"
         )
     if measured.flops_per_sample is not None:
         rate = measured.flops_per_sample * measured.micro_batch * measured.accumulate / measured.step_seconds
-        lines.append(f"a rank computes {rate / 1e12:.3g} x 10^12 operations in a second")
+        lines.append(f"a rank computes {rate / 1e12:.3g} x 10^12 operations per second")
         if peak := (peak_flops or {}).get(measured.precision):
             lines[-1] += f", {rate / peak:.0%} of its peak: --utilisation {rate / peak:.2g}"
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The model of a task as a training wraps it: with tensors that have no values, or with real ones."""
+"""The model of a task as a training wraps it: with tensors without values, or with real ones."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _CPU = torch.device("cpu")
 
 
 class Built(NamedTuple):
-    """A model, its optimizer, and what is not modelled of them."""
+    """A model, its optimizer, and notes on what is not modelled."""
 
     forward: Any
     """From a batch to losses."""
     model: nn.Module
     blocks: dict[str, nn.Module]
     ends: tuple[list[nn.Module], list[nn.Module]]
-    """What FSDP gathers separately before and behind the blocks."""
+    """What FSDP gathers separately before and after the blocks."""
     optimizer: torch.optim.Optimizer
     optimizer_of_fp16: torch.optim.Optimizer
-    """The same, as a training in fp16 makes it: without torch's fused kernels."""
+    """The same, as fp16 training makes it: without torch's fused kernels."""
     notes: list[str]
     exchanged: list[tuple[str, int]]
-    """Collectives of the tensor group in passes since it was last emptied: the name, and the bytes of the tensor."""
+    """Collectives of the tensor group in passes since the list was last emptied: name, and bytes of the tensor."""
 
     @property
     def units(self) -> list[nn.Module]:
@@ -51,12 +51,12 @@ class Built(NamedTuple):
 
 
 def alone() -> Ranks:
-    """The world of a single rank, on the CPU."""
+    """A world with a single rank, on the CPU."""
     return Ranks(rank=0, size=1, local_rank=0, device=_CPU)
 
 
 def on_one_rank(config: RunConfig) -> RunConfig:
-    """The config of one process on the CPU, without what changes no byte that is traced here."""
+    """The config of one process on the CPU, without settings that do not affect traced bytes."""
     off = {"compile": None, "compile_mode": "default", "activation_checkpointing": False, "channels_last": False}
     return config.model_copy(
         update={
@@ -69,10 +69,10 @@ def on_one_rank(config: RunConfig) -> RunConfig:
 
 
 def without_values(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: bool) -> Built:
-    """The model with tensors that have no values: made without values, or else made in full and emptied.
+    """The model with tensors without values: made without values, or else made in full and emptied.
 
     Args:
-        fake: the mode whose tensors it shall have.
+        fake: the mode that makes its tensors.
         gpu: whether the optimizer is that of a GPU.
 
     Raises:
@@ -90,7 +90,7 @@ def without_values(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: 
     model = task_checks.model(task)
     _check_not_lazy(model)
     built = _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu)
-    note = f"the model cannot be made without values ({type(cause).__name__}), and was made in full on this machine"
+    note = f"the model cannot be made without values ({type(cause).__name__}), so it was made in full on this machine"
     return built._replace(notes=[note, *built.notes])
 
 
@@ -103,7 +103,7 @@ def _check_not_lazy(model: nn.Module) -> None:
 
 
 def _emptied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """The model with tensors of `fake` on the CPU, where it has others. Tied tensors stay tied."""
+    """The model with tensors of `fake` on the CPU instead of others. Tied tensors stay tied."""
     take_values(model)
     made: dict[int, Tensor] = {}
     with fake:
@@ -131,7 +131,7 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
     small = on_one_rank(config)
     notes, exchanged = list[str](), list[tuple[str, int]]()
     vars(task)["model"] = lambda: model
-    vars(model)["to"] = lambda *_, **__: model  # it is there already, and torch cannot move tensors without values
+    vars(model)["to"] = lambda *_, **__: model  # it is already there, and torch cannot move tensors without values
     try:
         with fake or contextlib.nullcontext():
             built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
@@ -145,14 +145,14 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
             optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
     finally:
         del vars(task)["model"], vars(model)["to"]
-    if gpu:  # torch chooses these kernels on a GPU where nothing else is asked for
+    if gpu:  # torch's default kernels on a GPU
         for group in (*optimizer.param_groups, *of_fp16.param_groups):
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = config.parallel.tensor == 1
     if config.train.unfreeze:
-        notes.append("train.unfreeze: this is the last phase, in which all its parameters train")
+        notes.append("train.unfreeze: the plan covers the last phase, in which all its parameters train")
     if config.compute.compile:
-        notes.append("compute.compile is not modelled: compiled code needs other temporary tensors, mostly fewer")
+        notes.append("compute.compile is not modelled: compiled code needs different temporary tensors, mostly fewer")
     if config.compute.channels_last:
         notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
     return Built(built.strategy.forward, whole, blocks, ends, optimizer, of_fp16, notes, exchanged)

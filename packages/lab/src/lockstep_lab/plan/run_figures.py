@@ -1,4 +1,4 @@
-"""Advice on a run, and the figures that it needs: from the run's own log, config and environment, without torch."""
+"""Advice on a run, and the figures behind it: from the run's log, config and environment, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 BACKWARD = 2.0
 """A backward pass computes two products for each product of the forward pass (Kaplan et al. 2020, arXiv:2001.08361,
 section 2.1)."""
-_GLOBAL_BATCH = 32  # of a config that says nothing
+_GLOBAL_BATCH = 32  # the default of a config
 _ASKED_TO_STOP = re.compile(r"stopped by ")
 
 
@@ -31,30 +31,30 @@ class Advice:
     finding: str
     """The limit, for people."""
     source: str
-    """The figures of the log or of the config that say so."""
+    """The figures of the log or config that show it."""
     changes: tuple[str, ...]
     """Overrides of the config, such as `data.workers=4`. Empty: no key helps."""
     gain: str
     """The possible gain of the change, for people."""
     saves_share: float = 0.0
-    """Share of the run's time that the change may save. 0: it saves memory, or the gain in time is not known."""
+    """Fraction of the run's time that the change may save. 0: it saves memory, or the gain in time is unknown."""
     note: str = ""
     """Further facts, for people."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The cost of restarts that nobody asked for."""
+    """The cost of restarts after crashes."""
 
     restarts: int
     steps: int
-    """Steps that were done again."""
+    """Steps that were repeated."""
     seconds: float
     """Time of these steps, and from the last line of each start to the first entry of the next start."""
 
 
 class Figures:
-    """The figures of a run. A figure that its log does not have is None."""
+    """The figures of a run. A figure that its log lacks is None."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.metrics = run, run.metrics
@@ -64,7 +64,7 @@ class Figures:
         self.device_name = str(run.environment.get("device") or "an unknown device")
         self.is_on_cpu = (last.device if last else "cpu").startswith("cpu")
         self.device_memory = _count(run.environment.get("device_memory"))
-        """Bytes of a rank's device."""
+        """Bytes of a rank's device memory."""
         self.cpus = _count(run.environment.get("cpus"))
         """CPU threads of the machine of rank 0."""
 
@@ -78,7 +78,7 @@ class Figures:
         return default if value is None else value
 
     def number(self, path: str, default: int = 0) -> int:
-        """As `key`, for a whole number. `default` where the config has none, or something else."""
+        """As `key`, for an integer. `default` if the config has none, or another value."""
         value = self.key(path)
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
@@ -99,7 +99,7 @@ class Figures:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of a forward pass: what the config asks for, or what was left of it after memory did not suffice."""
+        """Samples of a forward pass: what the config asks for, or what remained after running out of memory."""
         asked = self.key("batch.micro")
         if isinstance(asked, Mapping):
             asked = min((size for size in asked.values() if isinstance(size, int)), default=None)
@@ -121,8 +121,8 @@ class Figures:
         return 0 if series is None else len(series.steps)
 
     def late(self, name: str) -> float | None:
-        """The mean of the later half of a figure's entries. Of two or three entries the first is left out: in it, the
-        run has started."""
+        """The mean of the later half of a figure's entries. Of two or three entries, the first is left out: it includes
+        the start of the run."""
         series = self.metrics.series.get(name)
         if series is None:
             return None
@@ -161,20 +161,20 @@ class Figures:
 
     @property
     def waiting(self) -> dict[int, float]:
-        """The share of the training time for which each rank waited for its data. Empty: the log does not say."""
+        """The fraction of the training time that each rank waited for data. Empty: the log does not show it."""
         return self._share_of_step("health/data_wait_ms")
 
     @property
     def computing(self) -> dict[int, float]:
-        """The share of the training time that each rank computed before it exchanged gradients. Empty: the log does not
-        say, as with one rank."""
+        """The fraction of the training time that each rank computed before it exchanged gradients. Empty: the log does
+        not show it, as with one rank."""
         found = self._share_of_step("health/compute_ms")
         return found if any(found.values()) else {}
 
     def slower(self, rank: int, times: float) -> float:
-        """The share of the later entries in which a rank computes `times` as long as the median of the others.
+        """The fraction of the later entries in which a rank computes `times` as long as the median of the others.
 
-        A hiccup of a rank changes its mean, and a slow rank is slow in most entries.
+        A hiccup of a rank changes its mean, but a slow rank is slow in most entries.
         """
         names = [f"health/compute_ms/rank{other}" for other in range(self.world)]
         found = [series.values for name in names if (series := self.metrics.series.get(name)) is not None]
@@ -192,7 +192,7 @@ class Figures:
     def all_passes(self) -> float:
         """The time of all passes of a step, relative to those before the exchange of gradients.
 
-        These are all but the last backward pass. A backward pass is taken to last `BACKWARD` forward passes.
+        These are all but the last backward pass. A backward pass counts as `BACKWARD` forward passes.
         """
         passes = self.accumulation
         return passes * (1 + BACKWARD) / (passes + (passes - 1) * BACKWARD)
@@ -209,17 +209,17 @@ class Figures:
         return self.global_batch / rate if rate else None
 
     def share_of_run(self, name: str) -> float:
-        """The seconds of a figure, summed over all entries, as a share of the run's time."""
+        """The seconds of a figure, summed over all entries, as a fraction of the run's time."""
         return min(1.0, self.total(name) / self.trained_s) if self.trained_s > 0 else 0.0
 
     @property
     def training_share(self) -> float:
-        """The share of the run's time that is neither evaluation nor saving."""
+        """The fraction of the run's time that is neither evaluation nor saving."""
         return max(0.0, 1.0 - self.share_of_run("time/evaluation_s") - self.share_of_run("time/saving_s"))
 
     @property
     def saves(self) -> int:
-        """Number of saves that the entries have seen, as far as the config and the log tell: at least 1."""
+        """Number of saves that the entries cover, as far as config and log show: at least 1."""
         every = self.number("checkpoint.every_steps")
         by_step = (self.metrics.last_step or 0) // every if every else 0
         minutes = self.key("checkpoint.every_minutes")
@@ -231,7 +231,7 @@ class Figures:
 
     @property
     def halved(self) -> tuple[int, int] | None:
-        """Samples of a micro-batch that fit, and those asked for, where memory did not suffice. Otherwise None."""
+        """Samples of a micro-batch that fit, and those asked for, after running out of memory. Otherwise None."""
         try:
             note = json.loads((self.run.folder / "micro.json").read_text(encoding="utf-8"))
             after, before = int(note["micro"]), max(int(size) for _, size in note["asked"])
@@ -241,7 +241,7 @@ class Figures:
 
     @property
     def lost(self) -> Lost:
-        """The cost of restarts that nobody asked for: after a kill or a crash."""
+        """The cost of restarts after a kill or a crash."""
         starts, restarts, steps, seconds = self.run.log.starts, 0, 0, 0.0
         for before, after in itertools.pairwise(starts):
             again = before.reached - after.from_step

@@ -32,12 +32,12 @@ class Option:
     name: str
     """Such as `fsdp + offload, bf16`."""
     estimate: Estimate | None
-    """At the largest micro-batch that fits; at a micro-batch of 1, where none fits. None: the option cannot apply."""
+    """At the largest micro-batch that fits; at a micro-batch of 1 if none fits. None: the option cannot apply."""
     fits: bool | None
-    """None: it is not known, because the memory of the GPU or the activations are not."""
+    """None: unknown, because the GPU's memory or the activations are."""
     largest_micro_batch: int | None
     """The largest micro-batch that fits without accumulation, whatever the global batch. None: not even one sample
-    fits, or it is not known."""
+    fits, or it is unknown."""
     reason: str = ""
     """Why it cannot apply, or does not fit."""
 
@@ -51,11 +51,11 @@ class Plan:
     options: list[Option]
     recommended: Option | None
     reason: str
-    """Why this option is recommended; or what to change first, where nothing fits."""
+    """Why this option is recommended; or what to change first, if nothing fits."""
     keys: list[str]
     """Overrides of the config for the recommended option, such as `parallel.strategy=fsdp`."""
     reserve: float = 0.1
-    """Share of the memory that stays free."""
+    """Fraction of the memory that stays free."""
     save_every_seconds: float | None = None
     """By Young and Daly; None without a failure rate."""
 
@@ -71,8 +71,8 @@ def search(
     """All options in this world, each with the largest micro-batch that fits, and a recommendation.
 
     Args:
-        details: further fields of all settings, such as `param_dtype`, as the config has them.
-        reserve: share of the memory that stays free, for the driver, the libraries' own buffers and fragments.
+        details: further fields of all settings, such as `param_dtype`, from the config.
+        reserve: fraction of the memory that stays free, for the driver, library buffers and fragmentation.
     """
     options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions, details or {})]
     options += list(_not_applicable(facts, world, (details or {}).get("tensor", 1), precisions[0]))
@@ -84,14 +84,14 @@ def search(
         return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
     if unknown:
         recommended = min(unknown, key=lambda option: (_peak(option), _cost(option)))
-        why = f"{recommended.name} needs least memory for its states; "
-        why += "activations are not known" if world.memory_bytes else "the memory of a GPU is not known"
+        why = f"{recommended.name} needs the least memory for its states; "
+        why += "activations are unknown" if world.memory_bytes else "the memory of a GPU is unknown"
         return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
     return Plan(facts, world, options, None, _what_first(facts, options, world, reserve), [], reserve)
 
 
 def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) -> float:
-    """Seconds of training between two checkpoints that lose least time.
+    """Seconds of training between two checkpoints that minimise lost time.
 
     The first-order optimum sqrt(2 * save * M), where M is the mean time between failures of the whole training, is
     Young's (1974, doi:10.1145/361147.361115). The further terms are Daly's (2006, doi:10.1016/j.future.2004.11.016,
@@ -99,7 +99,7 @@ def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) 
     otherwise.
 
     Args:
-        save_seconds: for which saving a checkpoint stops the training.
+        save_seconds: seconds that training pauses for each checkpoint.
         failures_per_gpu_year: failures of a GPU, or of what it needs, in a year.
 
     Raises:
@@ -146,7 +146,7 @@ def _not_applicable(facts: ModelFacts, world: World, tensor: int, precision: Pre
 
 
 def at_micro_batch(facts: ModelFacts, setting: Setting, micro_batch: int) -> Setting:
-    """`setting` with this micro-batch at most, and the accumulation that the global batch needs."""
+    """`setting` with at most this micro-batch, and the accumulation that the global batch needs."""
     per_gpu = -(-facts.global_batch // setting.data_ranks)
     accumulate = -(-per_gpu // min(micro_batch, per_gpu))
     return replace(
@@ -169,20 +169,20 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     largest = _largest(1, LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
     if largest >= per_gpu:
         return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, per_gpu)), True, largest)
-    # With accumulation, more may live: gradients are kept between micro-batches.
+    # With accumulation, more is alive: gradients are kept between micro-batches.
     smaller = _largest(1, max(1, per_gpu - 1), lambda n: fits(at_micro_batch(facts, setting, n)))
     if smaller:
         return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, smaller)), True, largest or None)
     found = estimate(facts, at_micro_batch(facts, setting, 1))
     reason = _shortage(found, reserve)
     if largest:
-        reason += f"; without accumulation, {largest} samples for each GPU fit: a global batch of "
+        reason += f"; without accumulation, {largest} samples per GPU fit: a global batch of "
         reason += f"{largest * setting.data_ranks}"
     return Option(setting.name, found, False, largest or None, reason)
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool | None]) -> int:
-    """The largest number from `low` to `high` that fits, where smaller numbers fit too; 0 if none does."""
+    """The largest number from `low` to `high` that fits, given that smaller numbers also fit; 0 if none does."""
     if not fits(low):
         return 0
     if fits(high):
@@ -217,15 +217,15 @@ def _simplicity(setting: Setting) -> int:
 
 
 def _cost(option: Option) -> tuple[float, ...]:
-    """Options with less cost are recommended: less time, where it is known; then fewer passes; then simpler."""
+    """Options with less cost are recommended: less time, if known; then fewer passes; then simpler."""
     found = option.estimate
     assert found is not None
     setting = found.setting
-    narrow = float(setting.precision != "fp32")  # changes the numbers
+    narrow = float(setting.precision != "fp32")  # changes the results
     if found.step_seconds is None:  # GPUs compute faster in 16 bits
         return (float(setting.offload), -narrow, float(_simplicity(setting)), float(setting.accumulate))
-    seconds = round(math.log(max(found.step_seconds, 1e-9)) / 0.05)  # a difference below 5 % is none
-    # Offloading moves all states over the host in each step, and its time is not modelled.
+    seconds = round(math.log(max(found.step_seconds, 1e-9)) / 0.05)  # differences below 5 % do not count
+    # Offloading moves all states through the host in each step, and its time is not modelled.
     return (float(setting.offload), seconds, float(_simplicity(setting)), float(setting.accumulate), narrow)
 
 
@@ -243,7 +243,7 @@ def _why(facts: ModelFacts, best: Option, fitting: list[Option], reserve: float)
     simpler = [o for o in fitting if o.estimate and _simplicity(o.estimate.setting) < _simplicity(found.setting)]
     if found.step_seconds is not None:
         text += f", and its step of {found.step_seconds:.3g} s is the shortest of those that fit"
-        text += ", to 5 %; of these it is the simplest" if not simpler else ""
+        text += ", within 5 %, and it is the simplest of these" if not simpler else ""
     elif not simpler:
         text += "; nothing simpler fits" if _simplicity(found.setting) else "; nothing is simpler"
     gpus = _gpus_needed(facts, found.setting, reserve) if found.setting.offload else None
@@ -292,7 +292,7 @@ def _what_first(facts: ModelFacts, options: list[Option], world: World, reserve:
 
 
 def _gpus_needed(facts: ModelFacts, setting: Setting, reserve: float) -> int | None:
-    """The least power of two of GPUs over which the training fits, sharded over all with the same global batch. None:
+    """The smallest power of two of GPUs on which the training fits, sharded over all with the same global batch. None:
     there is none."""
     world = setting.world
     gpus = max(2, 1 << world.gpus.bit_length())

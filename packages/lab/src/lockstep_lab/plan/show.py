@@ -1,4 +1,4 @@
-"""A plan as a table for the terminal and as JSON, with energy and price where they are asked for."""
+"""A plan as a table for the terminal and as JSON, with energy and price on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES = ("parameters", "gradients", "optimizer", "averages")
 
 
 class Rates(NamedTuple):
-    """The rates of a GPU, from which energy and price of a training are computed. None: that figure is not computed."""
+    """The rates of a GPU, for the energy and price of a training. None: that figure is not computed."""
 
     watts: float | None = None
     """Power of one GPU with its share of the machine and of the cooling."""
@@ -43,7 +43,7 @@ def text(plan: Plan, rates: Rates = NO_RATES, width: int = 125) -> str:
         console.print(line)
     table = _table(plan)
     console.width = max(width, console.measure(table, options=console.options.update(width=1000)).maximum)
-    console.print(table)  # whole: a figure that is cut is lost
+    console.print(table)  # uncut: a truncated figure is lost
     console.width = width
     for option in plan.options:
         if option.estimate is None or (option.fits is False and option.reason):
@@ -75,7 +75,7 @@ def _header(plan: Plan) -> list[str]:
     return [
         f"{facts.name}: {facts.elements:,} parameters in {len(facts.blocks)} blocks and a root, {facts.optimizer.name}",
         f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample{part}; {facts.data}",
-        f"{where} of {memory}{f' ({world.gpu_name})' if world.gpu_name else ''}, of which {plan.reserve:.0%} stay free",
+        f"{where} of {memory}{f' ({world.gpu_name})' if world.gpu_name else ''}, {plan.reserve:.0%} reserved",
     ]
 
 
@@ -162,8 +162,8 @@ def _details(plan: Plan, option: Option) -> list[str]:
         )
         if found.compute_seconds is not None and found.compute_seconds / setting.accumulate < _HOST_BOUND_S:
             lines.append(
-                "so short a step may be bound by the host, which launches each kernel: then it takes longer, and "
-                "with it the training, its energy and its price"
+                "a step this short may be limited by the host, which launches each kernel: then it takes longer, and "
+                "so do training, energy and price"
             )
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
@@ -183,7 +183,7 @@ def _details(plan: Plan, option: Option) -> list[str]:
 
 
 def cost(seconds: float | None, gpus: int, rates: Rates) -> dict[str, float | None] | None:
-    """GPU hours, kWh and price of `gpus` GPUs for a time. None: the time, or the rate of a figure, is not known."""
+    """GPU hours, kWh and price of `gpus` GPUs for a time. None: the time, or the rate of a figure, is unknown."""
     if seconds is None:
         return None
     hours, (watts, price) = seconds / 3600 * gpus, rates
@@ -212,8 +212,8 @@ def _costs_of_options(plan: Plan, rates: Rates) -> list[str]:
     if lines:
         return [f"energy and price, at {plan.world.utilisation:.0%} of the GPU's peak:", *lines]
     return [
-        "energy and price: not known, because the time is not. It needs --gpu NAME, data with a known length, and "
-        "with several GPUs a bandwidth"
+        "energy and price are unknown, because the time is. Give --gpu NAME, data with a known length, and "
+        "for several GPUs a bandwidth"
     ]
 
 
@@ -226,7 +226,7 @@ def cost_text(found: dict[str, float | None]) -> str:
 
 
 def as_json(plan: Plan, rates: Rates = NO_RATES) -> dict[str, Any]:
-    """The plan as JSON values. The names have the units: `_bytes`, `_seconds`, `_flops`."""
+    """The plan as JSON values. The names contain the units: `_bytes`, `_seconds`, `_flops`."""
     facts = plan.facts
     model = ("name", "buffers_bytes", "flops_per_sample", "forward_flops_per_sample", "global_batch", "data", "notes")
     of_plan = ("reserve", "reason", "keys", "save_every_seconds")

@@ -20,7 +20,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Snapshot(NamedTuple):
-    """The bytes that live at one moment."""
+    """The live bytes at one moment."""
 
     activations: int
     casts: int
@@ -39,16 +39,16 @@ class TracedSegment:
     flops: int = 0
     """Operations of the pass before the segment."""
     snapshots: list[Snapshot] = field(default_factory=list)
-    """After each operation that made a storage, in their order."""
+    """After each operation that made a storage, in order."""
 
     @property
     def most(self) -> int:
-        """Bytes of activations, casts and gradients at the moment when they are most."""
+        """Bytes of activations, casts and gradients at their peak."""
         return max((sum(snapshot[:3]) for snapshot in self.snapshots), default=0)
 
     @property
     def place(self) -> tuple[str, int | None, int | None]:
-        """Where in the pass the segment is."""
+        """The position of the segment in the pass."""
         return self.phase, self.block, self.before
 
 
@@ -66,7 +66,7 @@ class TracedPass:
     """Forward and backward pass, without recomputation."""
     recomputed_flops: int
     exchanged: list[tuple[str, int]]
-    """Collectives of the tensor group, each with the bytes of the tensor that it gives."""
+    """Collectives of the tensor group, each with the bytes of the tensor that it returns."""
 
     @property
     def forward_flops(self) -> int:
@@ -78,7 +78,7 @@ class Untraceable(Exception):
     """A pass could not be traced.
 
     Args:
-        module: name of the module at which it ended; `model` for the whole model, empty outside of it.
+        module: name of the module at which it failed; `model` for the whole model, empty outside it.
     """
 
     def __init__(self, module: str, cause: Exception) -> None:
@@ -93,17 +93,17 @@ class Untraceable(Exception):
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage that lives: its bytes, and their purpose."""
+    """A live storage: its bytes, and their purpose."""
 
     bytes: int
     kind: str
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, the bytes of all storages that operations make are counted, until they are freed.
+    """Inside, the bytes of all storages that operations make are counted until they are freed.
 
     Args:
-        parameters: their storages do not count. Copies of them in another number format count as casts.
+        parameters: their storages do not count. Their copies in a different number format count as casts.
         others: further tensors that do not count, such as the batch.
         counted: counts the operations of the pass.
     """
@@ -128,13 +128,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = last.block if last is not None and last.block is not None else last.before if last else None
         if last is not None and last.phase != phase:
             before = None
-        if block is not None and phase == "backward":  # the gradients of the block before have been given away
+        if block is not None and phase == "backward":  # the gradients of the previous block have been freed
             self.bytes["gradient_of_block"] = 0
         self.segments.append(TracedSegment(phase, block, before, self.counted.total if self.counted else 0))
         self._take_snapshot()
 
     def mark_gradient(self, gradient: Tensor, of_root: bool) -> None:
-        """The storage of `gradient` is that of a complete gradient from now on."""
+        """From now on, the storage of `gradient` counts as that of a complete gradient."""
         entry = self.live.get(gradient.untyped_storage())
         if entry is None or entry.kind.startswith("gradient"):
             return
@@ -178,9 +178,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _as_on_gpu() -> Generator[None, None, None]:
-    """Inside, dropout runs as on a GPU: it keeps a mask of one byte for each element, and attention keeps none.
+    """Inside, dropout runs as on a GPU: it keeps a mask of one byte per element, and attention keeps none.
 
-    The functions themselves are replaced: a mode of torch would not see the passes that the backward pass runs again.
+    The functions themselves are replaced: a mode of torch would not see the passes that the backward pass reruns.
     """
     functions = nn.functional
     dropout, attention = functions.dropout, functions.scaled_dot_product_attention
@@ -197,7 +197,7 @@ def _as_on_gpu() -> Generator[None, None, None]:
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-        is_causal: bool = False,  # torch's MultiheadAttention gives it by its place
+        is_causal: bool = False,  # torch's MultiheadAttention passes it by position
         **options: Any,
     ) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, is_causal, **options)
@@ -225,11 +225,11 @@ def trace_pass(
 
     Args:
         forward: from a batch to losses by head. Its parameters have no gradients.
-        batch: of `samples`; its tensors are (fake or real) of the parameters.
+        batch: of `samples`; its tensors are fake or real like the parameters.
         blocks: the repeated blocks.
         autocast: the context of the forward pass.
         as_on_gpu: choose operators as a GPU would.
-        exchanged: to which the model adds the collectives of its tensor group.
+        exchanged: the list to which the model adds the collectives of its tensor group.
 
     Raises:
         Untraceable: an operation needs values, and tensors have none; or the pass failed.
@@ -288,7 +288,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _watched(block: nn.Module, index: int, live: LiveBytes) -> Generator[None, None, None]:
-    """Inside, `live` begins a segment where the block's forward and backward pass begin and end."""
+    """Inside, `live` begins a segment when the block's forward or backward pass begins or ends."""
 
     def leave_backward(_: Tensor) -> None:
         if live.segments[-1].phase == "backward" and live.segments[-1].block == index:
@@ -320,7 +320,7 @@ def _watched(block: nn.Module, index: int, live: LiveBytes) -> Generator[None, N
 
 
 class _Modules:
-    """The module of a model that runs."""
+    """The module of a model that is running."""
 
     def __init__(self, forward: nn.Module) -> None:
         self.names = {id(module): name.removeprefix("model.") for name, module in forward.named_modules()}
@@ -328,12 +328,12 @@ class _Modules:
 
     @property
     def innermost(self) -> str:
-        """Name of the module that began last and has not ended: `model` for the whole model, empty outside of it."""
+        """Name of the module that began last and has not ended: `model` for the whole model, empty outside it."""
         return next((name for name in reversed(self.running) if name), "")
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None, None, None]:
-        """Inside, modules are noted while they run."""
+        """Inside, modules are recorded while they run."""
 
         def before(module: nn.Module, *_: Any) -> None:
             if id(module) in self.names:

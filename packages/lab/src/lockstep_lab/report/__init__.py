@@ -1,1 +1,1 @@
-"""Pages that show a run or compare runs: HTML files that load no other file."""
+"""Pages that show a run or compare runs: self-contained HTML files."""

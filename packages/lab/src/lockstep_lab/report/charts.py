@@ -25,7 +25,7 @@ _TRAINING = {
     "train/wait_share": "Share of the time spent waiting for data",
     "memory/peak_mb": "Memory by rank: largest use so far (MiB)",
 }
-COUNTS = ("train/skipped", "data/bad", "eval/bad")  # shown where they are not always zero
+COUNTS = ("train/skipped", "data/bad", "eval/bad")  # shown unless they are always zero
 _NO_CURVE = ("time_s", "epoch", "eval/samples")
 
 
@@ -36,7 +36,7 @@ class Line:
     label: str
     series: Series
     color: int = 0
-    """The number of its colour on the page. A run, and training and evaluation, have the same in all charts."""
+    """The number of its colour on the page. A run, and training and evaluation, keep theirs in all charts."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class Chart:
     title: str
     lines: list[Line] = field(default_factory=list)
     left_out: int = 0
-    """Lines that the chart has no place for."""
+    """Lines that do not fit into the chart."""
     thinned: bool = False
-    """The chart shows the smallest and the largest value of neighbouring entries, and not every entry."""
+    """Whether the chart shows the minimum and maximum of neighbouring entries instead of every entry."""
 
     def facts(self) -> list[tuple[str, list[float | None]]]:
-        """For each line its first, smallest, largest and last finite value."""
+        """For each line its first, minimum, maximum and last finite value."""
         return [(line.label, _facts(line.series.values)) for line in self.lines]
 
 
@@ -89,7 +89,7 @@ def of_runs(runs: Mapping[str, Metrics]) -> list[Chart]:
 
 
 def _free_color(name: str, taken: Sequence[int]) -> int:
-    """The first colour for training, the second for evaluation; for more lines of a chart the next that is free."""
+    """The first colour for training, the second for evaluation; further lines of a chart get the next free one."""
     first = _EVAL_COLOR if name.startswith("eval/") else _TRAIN_COLOR
     others = (color for color in itertools.count() if color not in (_TRAIN_COLOR, _EVAL_COLOR))
     return next(color for color in (first, *itertools.islice(others, len(taken) + 1)) if color not in taken)
@@ -113,7 +113,7 @@ def title_of(name: str, sets: Sequence[str]) -> str | None:
 
 
 def data(charts: Sequence[Chart], points: int = POINTS) -> list[dict[str, Any]]:
-    """The charts as values for JSON, thinned so that there are about `points` values at most."""
+    """The charts as values for JSON, thinned to about `points` values at most."""
     lines = sum(len(chart.lines) for chart in charts)
     buckets = max(50, min(BUCKETS, points // (2 * max(lines, 1))))
     return [_data(chart, buckets) for chart in charts]
@@ -142,9 +142,9 @@ def _data(chart: Chart, buckets: int) -> dict[str, Any]:
 
 
 def thin(steps: Numbers, columns: Sequence[Numbers], buckets: int) -> list[Numbers]:
-    """The steps and columns, with two points for each of `buckets` ranges of entries: the smallest and the largest.
+    """The steps and columns, with two points for each of `buckets` ranges of entries: the minimum and the maximum.
 
-    They are in the order in which they came, at the first and the last step of the range. So no spike is lost, and
+    They keep their order, at the first and the last step of the range. So no spike is lost, and
     lines that are logged together stay together. Up to 2 * `buckets` entries stay as they are.
     """
     count = len(steps)

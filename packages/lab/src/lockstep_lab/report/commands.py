@@ -1,4 +1,4 @@
-"""The commands that train a run again, and that verify it."""
+"""The commands that repeat a run and that verify it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ def parts(run: Run) -> list[Markup]:
     """The section on how to repeat the run."""
     given = _given(run)
     if not given and not has_task(run):
-        said = "environment.json names no command that starts this run, and config.yaml no task: the notebook or "
-        return [element("p", said + "script that trained it trains it again.")]
+        said = "environment.json has no command that starts this run, and config.yaml no task: run the notebook or "
+        return [element("p", said + "script that trained it again.")]
     if not given:
-        said = "environment.json does not say by which command the run was started. Its config can be trained again:"
+        said = "environment.json does not contain the command that started the run. To train its config again:"
         again = ["lockstep", "train", str(run.folder / "config.yaml"), "--run-dir", f"{run.folder}-again"]
         return [element("p", said), page.command(again)]
     git = run.environment.get("git")
     commit = str(git.get("commit") or "") if isinstance(git, Mapping) else ""
     lines = [["git", "checkout", commit]] if commit else []
-    effect = "deletes this run first (--fresh)" if "--fresh" in given else "goes on with this run"
+    effect = "deletes this run first (--fresh)" if "--fresh" in given else "resumes this run"
     content = [element("p", f"The command of the last start; it {effect}:"), page.command(given)]
     if _is_lockstep(given):
         again = [*_without(given, ("--fresh", "--run-dir", "--allow-change")), "--run-dir", f"{run.folder}-again"]
-        content += [element("p", "To train anew, beside it:"), page.command(*lines, again)]
+        content += [element("p", "To train again, next to it:"), page.command(*lines, again)]
     notes = []
     if isinstance(git, Mapping) and git.get("dirty"):
-        notes.append("Files were changed after that commit; the folder source has the task's code as it was.")
+        notes.append("Files had changed since that commit; the folder source has the task's code of the run.")
     if "--allow-change" in given:
         notes.append(
-            "Keys of the config were changed on the way (--allow-change): one command alone does not repeat that."
+            "Keys of the config changed during the run (--allow-change): a single command does not repeat that."
         )
     world = run.environment.get("world")
     if isinstance(world, int) and world > 1 and not _is_lockstep(given):
@@ -44,13 +44,13 @@ def parts(run: Run) -> list[Markup]:
 
 
 def has_task(run: Run) -> bool:
-    """True if the config names the task, so that a command can make it. A script or a notebook may give its own."""
+    """True if the config names the task, so that a command can create it. A script or a notebook may pass its own."""
     task = run.config.get("task")
     return isinstance(task, Mapping) and "kind" in task
 
 
 def to_verify(run: Run) -> list[str]:
-    """The command that verifies the training of a run. FILE.py:Task stands for a task that only the user knows."""
+    """The command that verifies the training of a run. FILE.py:Task means a task that only the user has."""
     given = _given(run)
     if not has_task(run):
         return ["lockstep", "verify", "FILE.py:Task", "--run-dir", str(run.folder)]
@@ -65,7 +65,7 @@ def to_verify(run: Run) -> list[str]:
 
 
 def _given(run: Run) -> list[str]:
-    """The command of the last start, with the number of ranks, which a launcher keeps from its ranks."""
+    """The command of the last start, with the number of ranks, which a launcher hides from its ranks."""
     command = run.environment.get("command")
     if not isinstance(command, Sequence) or isinstance(command, str) or not command:
         return []

@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their configs, their curves, and their last results."""
+"""Several runs side by side: differences of their configs, their curves, and their last results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep_lab.report.run import Run
 
 _WIDE = 40  # characters of a value on the terminal
 _LONG = 300  # and on the page
-_AROUND = 10  # characters that stay of what long values have in common
+_AROUND = 10  # characters that are kept of what long values have in common
 _NOT_COMPARED = ("name",)
 
 
@@ -40,13 +40,13 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path], out: Path | None = None) -> str:
-    """A comparison as text for the terminal. The first run is the one with which the others are compared.
+    """A comparison as text for the terminal. The others are compared with the first run.
 
     Args:
-        out: where an HTML page is written; None: nowhere.
+        out: the HTML page to write; None: none.
 
     Raises:
-        UsageError: fewer than two folders, or a folder is no run directory.
+        UsageError: fewer than two folders, or a folder is not a run directory.
         OSError: the page cannot be written.
     """
     if len(folders) < 2:
@@ -77,7 +77,7 @@ def of_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def _is_result(name: str) -> bool:
-    """True if the last value of a name says something of a run."""
+    """True if the last value of a name is informative."""
     if name.endswith("/samples") or name == "train/lr" or name.startswith("train/lr/"):
         return False
     return name.startswith(("eval/", "train/")) or name == "memory/peak_mb"
@@ -99,13 +99,13 @@ def _best_results(runs: Sequence[Run]) -> dict[str, list[float | None]]:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell all runs apart."""
+    """The shortest ends of the paths that distinguish all runs."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(path[-length:]).replace("//", "/") for path in parts]
         if len(set(labels)) == len(labels):
             return labels
-    return [f"{number}: {folder.name}" for number, folder in enumerate(folders, 1)]  # a folder came twice
+    return [f"{number}: {folder.name}" for number, folder in enumerate(folders, 1)]  # a folder was given twice
 
 
 def _about(one: Run) -> list[str]:
@@ -126,12 +126,12 @@ _ABOUT = ("state", "last step", "trained for", "ranks x device", "lockstep, torc
 
 
 def _values(values: Sequence[Any], length: int) -> list[str]:
-    """The values of a key as texts. Of long texts, the beginning and the end that all have in common are left out.
+    """The values of a key as texts. Of long texts, the common beginning and end are left out.
 
-    So what differs is shown, such as the end of a path.
+    So the difference is shown, such as the end of a path.
 
     Args:
-        length: texts up to so many characters stay whole.
+        length: texts up to this many characters stay whole.
     """
     texts = [
         value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str) for value in values
@@ -158,7 +158,7 @@ def _shared(texts: Sequence[str]) -> str:
 
 
 def _difference(value: float | None, first: float | None) -> str:
-    """The value less the first, and as a share of the first."""
+    """The value minus the first, and as a fraction of the first."""
     if value is None or first is None:
         return ""
     if value == first:
@@ -168,7 +168,7 @@ def _difference(value: float | None, first: float | None) -> str:
 
 
 def _result_rows(compared: Comparison) -> list[list[str]]:
-    """For each result its values, and below each value but the first the difference."""
+    """For each result its values, and below each value except the first the difference."""
     rows = []
     for name, values in {**compared.best, **compared.results}.items():
         if name.endswith(("/bad", "/skipped")) and not any(values):
@@ -208,7 +208,7 @@ def _columns(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without line breaks and control characters, which a terminal would obey."""
+    """Without line breaks and control characters, which would affect a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
@@ -216,7 +216,7 @@ def _printable(text: str) -> str:
 
 
 def to_html(compared: Comparison) -> str:
-    """The comparison as a page with the curves over each other."""
+    """The comparison as a page with overlaid curves."""
     labels, runs = compared.labels, compared.runs
     curves = charts.of_runs({label: one.metrics for label, one in zip(labels, runs, strict=True)})
     plots, values = page.figures(curves)
@@ -229,7 +229,7 @@ def to_html(compared: Comparison) -> str:
     none = element("p", "No key differs.", class_="soft")
     config = table(("key", *labels), rows, "paths", label="Config") if rows else none
     results = _result_rows(compared)
-    said = "The last values, and in brackets the difference to the first run."
+    said = "The last values, with the difference from the first run in brackets."
     results_part: Sequence[Markup] = [
         element("p", said if results else "Nothing is logged yet.", class_="soft"),
         *([table(("", *labels), results, "numbers", label="Last results")] if results else []),

@@ -1,4 +1,4 @@
-"""Configs as dotted keys, and the keys in which some differ."""
+"""Configs as dotted keys, and the keys that differ between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values of each key that is not the same in all configs, in the order of the configs; None where it is not."""
+    """The values of each key that differs between configs, in the order of the configs; None if a config lacks it."""
     flattened = [flat(config) for config in configs]
     keys = dict.fromkeys(key for config in flattened for key in config)
     values = {key: [config.get(key) for config in flattened] for key in keys}

@@ -1,4 +1,4 @@
-"""Evaluations: their results by step and by class, the tables that the task reports, and pictures."""
+"""Evaluations: their results by step and by class, the tables that the task reports, and images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts(run: Run, *, room: int) -> list[Markup]:
     """The section on evaluations.
 
     Args:
-        room: bytes of all pictures.
+        room: bytes of all images.
     """
     names = [name for name in run.metrics.series if is_result(name)]
     content: list[Markup] = []
@@ -37,7 +37,7 @@ def parts(run: Run, *, room: int) -> list[Markup]:
         content += _by_step(run, [name for name in names if len(run.parts(name)) == 2])
         content += _by_class(run, [name for name in names if len(run.parts(name)) > 2])
     else:
-        content.append(element("p", "Nothing is evaluated yet, or the run has no evaluation data.", class_="soft"))
+        content.append(element("p", "Nothing was evaluated yet, or the run has no evaluation data.", class_="soft"))
     return [*content, *_of_checkpoints(run), *_reports(run), *_matrices(run), *_pictures(run, room)]
 
 
@@ -71,13 +71,13 @@ def _by_step(run: Run, names: Sequence[str]) -> list[Markup]:
         head: str = number_text(step)
         rows.append([element("span", f"{head} best", class_="best") if step == best else head, *cells])
     notes = [f"The last {_ROWS} of {len(steps):,} evaluations; the curves show all."] if len(steps) > _ROWS else []
-    notes += [f"{len(names) - _COLUMNS} more results have curves alone."] if len(names) > _COLUMNS else []
+    notes += [f"{len(names) - _COLUMNS} more results are only shown as curves."] if len(names) > _COLUMNS else []
     content = [table(("step", *columns), rows, "numbers", label="Evaluations")] if rows else []
     return [*content, *([element("p", " ".join(notes), class_="soft")] if notes else [])]
 
 
 def _of_checkpoints(run: Run) -> list[Markup]:
-    """A table of what `lockstep evaluate` found, the last first."""
+    """A table of the results of `lockstep evaluate`, the last first."""
     shown = run.evaluations[: -_ROWS - 1 : -1]
     names = [name for entry in shown for name in entry if name.startswith("eval/") and len(run.parts(name)) == 2]
     columns = list(dict.fromkeys(names))[:_COLUMNS]
@@ -89,7 +89,7 @@ def _of_checkpoints(run: Run) -> list[Markup]:
         rows.append([time(str(entry.get("at", ""))), f"{entry['step']:,}", shortened(said, _CHANGES), *cells])
     if not rows:
         return []
-    title = "Checkpoints that lockstep evaluate evaluated"
+    title = "Results of lockstep evaluate"
     return [element("h3", title), table(("at", "step", "changes", *columns), rows, "numbers", label=title)]
 
 
@@ -119,7 +119,7 @@ def _by_class(run: Run, names: Sequence[str]) -> list[Markup]:
 
 
 def _reports(run: Run) -> list[Markup]:
-    """The texts that the task gave for evaluations: the last open, earlier ones folded."""
+    """The texts that the task gave for evaluations: the last one open, earlier ones folded."""
     tables = sorted(run.log.tables.items(), reverse=True)
     best = _chosen_step(run)
     shown = [pair for number, pair in enumerate(tables) if number < _REPORTS or pair[0] == best]
@@ -131,7 +131,7 @@ def _reports(run: Run) -> list[Markup]:
 
 
 def _matrices(run: Run) -> list[Markup]:
-    """Metrics of two dimensions of the last evaluation, where they are small and no picture shows them."""
+    """Two-dimensional metrics of the last evaluation, if they are small and no image shows them."""
     last: dict[str, Any] = {}
     try:
         with (run.folder / metric_arrays.FILE).open("rb") as file:
@@ -158,7 +158,7 @@ def _matrices(run: Run) -> list[Markup]:
 
 
 def _pictures(run: Run, room: int) -> list[Markup]:
-    """Pictures of samples and results: of each kind the last and the best, then earlier ones, while there is room."""
+    """Images of samples and results: of each kind the last and the best, then earlier ones while there is room."""
     best = _chosen_step(run)
     first, later = _by_kind(run, best)
     left_out = 0
@@ -181,17 +181,17 @@ def _pictures(run: Run, room: int) -> list[Markup]:
         (open_figures if number < len(first) else folded_figures).append(figure)
     content_parts: list[Markup] = []
     if open_figures:
-        content_parts += [element("h3", "Pictures"), element("div", open_figures, class_="pictures")]
+        content_parts += [element("h3", "Images"), element("div", open_figures, class_="pictures")]
     if folded_figures:
-        content_parts.append(folded("earlier pictures", element("div", folded_figures, class_="pictures")))
+        content_parts.append(folded("earlier images", element("div", folded_figures, class_="pictures")))
     if left_out:
-        said = f"{left_out} pictures are left out, so that the page stays small; see the folders samples and pictures."
+        said = f"{left_out} images are left out to keep the page small; the run directory has all of them."
         content_parts.append(element("p", said, class_="soft"))
     return content_parts
 
 
 def _by_kind(run: Run, best: float | None) -> tuple[list[tuple[str, int, Path]], list[tuple[str, int, Path]]]:
-    """Kind, step and path of each picture: the last and the best of each kind, and earlier ones, the latest first."""
+    """Kind, step and path of each image: the last and the best of each kind, and earlier ones, the latest first."""
     kinds: dict[str, list[tuple[int, Path]]] = {}
     for path in sorted([*(run.folder / "samples").glob("*.png"), *(run.folder / "pictures").glob("*.png")]):
         match = _STEP.search(path.stem)

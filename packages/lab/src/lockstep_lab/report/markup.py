@@ -14,8 +14,8 @@ def element(name: str, *content: str | Iterable[str], **attributes: object) -> M
     """An HTML element.
 
     Args:
-        content: texts and elements, or lists of them. Whatever is no `Markup` is escaped.
-        attributes: by name; `class_` stands for `class`, and an underscore within the name for a hyphen.
+        content: texts and elements, or lists of them. Everything except `Markup` is escaped.
+        attributes: by name; `class_` means `class`, and an underscore within a name means a hyphen.
     """
     parts = [part for item in content for part in ([item] if isinstance(item, str) else item)]
     inner = "".join(part if isinstance(part, Markup) else _escaped(part) for part in parts)

@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl as series over the step, also from a file that is damaged or still being written."""
+"""The numbers in metrics.jsonl as series over steps, even from a file that is damaged or still being written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
-_BLOCK = 4096  # rows that become an array together: Python's own numbers take ten times the memory
+_BLOCK = 4096  # rows that become one array: Python numbers take ten times the memory
 _LARGEST_STEP = 2**53  # larger numbers are not exact as floats
 
 
@@ -32,11 +32,11 @@ class Metrics:
     """The content of metrics.jsonl."""
 
     series: dict[str, Series] = field(default_factory=dict)
-    """By name, in the order of their first appearance. `step` is left out."""
+    """By name, in order of first appearance. `step` is left out."""
     entries: int = 0
-    """Number of lines that can be read."""
+    """Number of readable lines."""
     damaged: int = 0
-    """Number of lines that cannot be read. The last line of a run that goes on may be half written."""
+    """Number of unreadable lines. The last line of a running run may be half written."""
 
     @property
     def last_step(self) -> int | None:
@@ -63,7 +63,7 @@ class Metrics:
         return float(series.values[place])
 
     def restarts(self) -> list[tuple[int, int]]:
-        """Where `time_s` goes back: (step of the entry before, step of the entry after)."""
+        """Where `time_s` decreases: (step of the previous entry, step of the entry)."""
         clock = self.series.get("time_s")
         if clock is None:
             return []
@@ -71,12 +71,12 @@ class Metrics:
         return [(int(clock.steps[place]), int(clock.steps[place + 1])) for place in back]
 
     def trained_s(self, later_starts: Sequence[int] = ()) -> float:
-        """Seconds of all starts together, up to their last entries. Steps that were done again count once.
+        """Seconds of all starts together, up to their last entries. Repeated steps count once.
 
         Args:
-            later_starts: the steps from which the second start and later starts went on. After such a step `time_s`
-                begins again, but it need not go back: the first entry of a start may come later than the last entry
-                that is left of the start before.
+            later_starts: the steps from which the second and later starts resumed. After such a step `time_s` starts
+            again, but it need not decrease: the first entry of a start may come later than the last remaining entry
+            of the previous start.
         """
         clock = self.series.get("time_s")
         if clock is None or not len(clock.values):
@@ -112,13 +112,13 @@ class _Rows:
 
 
 def read(path: Path) -> Metrics:
-    """The series in a file of entries. A file that is missing or cannot be read has none."""
+    """The series in a file of entries. A file that is missing or unreadable has none."""
     metrics = Metrics()
     groups: dict[tuple[str, ...], _Rows] = {}
     try:
         with path.open("rb") as file:
             for row in _rows(file, metrics):
-                # The place in the file tells, of two entries of the same step, which is later.
+                # The position in the file decides which of two entries of the same step is later.
                 groups.setdefault(tuple(row), _Rows()).add((metrics.entries, *row.values()))
     except OSError:
         return metrics
@@ -144,7 +144,7 @@ def _rows(lines: Iterable[bytes], metrics: Metrics) -> Iterator[dict[str, Any]]:
 
 
 def _joined(name: str, tables: dict[tuple[str, ...], Numbers]) -> Series:
-    """The series of a name, from all groups that have it, by step. Of equal steps the entry that came last stays."""
+    """The series of a name, from all groups that have it, by step. Of equal steps, the last entry is kept."""
     parts = [
         table[:, [0, 1 + names.index("step"), 1 + names.index(name)]]
         for names, table in tables.items()
@@ -169,7 +169,7 @@ def _as_numbers(rows: list[tuple[Any, ...]]) -> Numbers:
 
 
 def _number(value: Any) -> float:
-    """A number; NaN for whatever is none, or is not finite."""
+    """A number; NaN for anything else, or if it is not finite."""
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:

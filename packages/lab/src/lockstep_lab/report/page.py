@@ -1,4 +1,4 @@
-"""The frame of a page: style, charts, and the rule that the page loads nothing and runs no other script."""
+"""The frame of a page: style, charts, and the policy that the page loads nothing and runs no other script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def document(
     """A page as text.
 
     Args:
-        chart_data: of the figures that `figures` made, in their order.
+        chart_data: of the figures that `figures` made, in order.
         marks: steps that the charts mark with a line.
     """
     content = {"charts": chart_data, "marks": list(marks)}
@@ -32,7 +32,7 @@ def document(
     library = f"/*!\n{licence}\n */\n{_file('vendor/uPlot.iife.min.js')}"
     scripts = [library, _file("page.js")] if chart_data else []
     style = _file("vendor/uPlot.min.css") + _file("page.css")
-    # No address is allowed, and no script but these: a name or a text of a user can neither load nor run anything.
+    # No address and no other script is allowed: a user's name or text can neither load nor run anything.
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
     rule = f"{MARK} {allowed}; base-uri 'none'"
     rule += "; form-action 'none'"
@@ -50,15 +50,13 @@ def document(
 
 
 def figures(shown: Sequence[Chart], number_from: int = 0) -> tuple[Markup, list[dict[str, Any]]]:
-    """The charts as elements, and their data for `document`. Without scripts the tables below the charts remain."""
+    """The charts as elements, and their data for `document`. Without scripts, the tables below the charts remain."""
     values = charts.data(shown)
     elements = []
     for number, chart in enumerate(shown, number_from):
         rows = [[label, *map(number_text, facts)] for label, facts in chart.facts()]
         more = [f"{chart.left_out} more lines are left out."] if chart.left_out else []
-        thinned = (
-            "Downsampled: each point is the smallest or the largest value of neighbouring entries, so no peak is lost."
-        )
+        thinned = "Downsampled: each point is the minimum or maximum of neighbouring entries, so no peak is lost."
         more += [thinned] if chart.thinned else []
         facts = table(("", "first", "smallest", "largest", "last"), rows, "numbers", label=f"Values of {chart.title}")
         last = "; ".join(f"{label}: {number_text(values[-1])}" for label, values in chart.facts()[:4])
@@ -71,7 +69,7 @@ def figures(shown: Sequence[Chart], number_from: int = 0) -> tuple[Markup, list[
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "", *, label: str = "Table") -> Markup:
-    """A table that can be scrolled sideways, also with the keyboard. The first cell of a row is its head."""
+    """A table that scrolls sideways, also with the keyboard. The first cell of a row is its header."""
     head = element("tr", [element("th", title, scope="col") for title in titles])
     body = [
         element("tr", element("th", row[0], scope="row"), [element("td", cell) for cell in row[1:]]) for row in rows
@@ -101,7 +99,7 @@ def code(text: str) -> Markup:
 
 
 def number_text(value: Any) -> str:
-    """A number for people; a hyphen for None. Other values, which a damaged file may have, as they are."""
+    """A number for people; a hyphen for None. Other values, which a damaged file may contain, are unchanged."""
     if value is None or not isinstance(value, int | float):
         return "-" if value is None else shortened(str(value), 40) or "-"
     if not abs(value) < 1e15:  # also NaN and infinity
@@ -112,17 +110,17 @@ def number_text(value: Any) -> str:
 
 
 def time(text: str) -> str:
-    """A time in ISO 8601 for people: with a space in the place of the T."""
+    """A time in ISO 8601 for people: with a space instead of the T."""
     return text.replace("T", " ", 1)
 
 
 def command(*lines: Sequence[str]) -> Markup:
-    """Commands, one a line, as a shell takes them."""
+    """Commands, one per line, as a shell takes them."""
     return element("pre", "\n".join(map(shlex.join, lines)), class_="command", tabindex=0)
 
 
 def _json(value: Any) -> str:
-    """JSON that ends no script element, whatever texts it has."""
+    """JSON that cannot close a script element, whatever text it contains."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

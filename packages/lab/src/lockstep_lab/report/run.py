@@ -1,4 +1,4 @@
-"""Everything that a run directory says of a run. Whatever is missing or damaged is left out, and named."""
+"""Everything that a run directory contains about a run. Whatever is missing or damaged is left out and listed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
-    """The sections of config.yaml, as they are written there."""
+    """The sections of config.yaml, as written."""
     environment: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     log: TrainLog = field(default_factory=TrainLog)
@@ -41,15 +41,15 @@ class Run:
     verdict: dict[str, Any] = field(default_factory=dict)
     """The content of verify.json. Empty: nothing was verified."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Results of `lockstep evaluate`, in the order of time: see `parts.evaluations_file`."""
+    """Results of `lockstep evaluate`, in chronological order: see `parts.evaluations_file`."""
     hangs: list[tuple[str, str]] = field(default_factory=list)
-    """Name and text of the reports on hangs."""
+    """Name and text of the hang reports."""
     model: str = ""
     """The content of model.txt."""
     problems: list[str] = field(default_factory=list)
     """Missing and damaged parts of the run, for people."""
     is_running: bool | None = None
-    """True if a process trains in the folder. None: not known, such as for a copy of a run."""
+    """True if a process trains in the folder. None: unknown, such as for a copy of a run."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Run:
         """The checkpoints that the config keeps."""
         try:
             return CheckpointConfig.model_validate(self.section("checkpoint"))
-        except ValidationError:  # config.yaml is damaged, or of another version
+        except ValidationError:  # config.yaml is damaged, or from a different version
             return CheckpointConfig()
 
     @property
@@ -83,12 +83,12 @@ class Run:
 
     @property
     def evaluation_sets(self) -> list[str]:
-        """The names of the evaluation data, where there are several."""
+        """The names of the evaluation data, if there are several."""
         evaluated = self.section("data").get("eval")
         return list(map(str, evaluated)) if isinstance(evaluated, Mapping) else []
 
     def results(self) -> list[str]:
-        """Names of the results of evaluations that stand for all samples of a set, not for a class."""
+        """Names of evaluation results that cover all samples of a set, and not one class."""
         return [name for name in self.metrics.series if is_result(name) and len(self.parts(name)) == 2]
 
     def parts(self, name: str) -> list[str]:
@@ -97,22 +97,22 @@ class Run:
         return [parts[0], *parts[2:]] if len(parts) > 2 and parts[1] in self.evaluation_sets else parts
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the config; empty if it is none."""
+        """A section of the config; empty if it is not a section."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
     def state(self) -> tuple[str, str]:
-        """`complete`, `stopped` or `open`, and a sentence on it."""
+        """`complete`, `stopped` or `open`, and a sentence about it."""
         starts = self.log.starts
         if not starts:
-            return "open", "train.log is missing or says nothing of a start"
+            return "open", "train.log is missing or contains no start"
         last = starts[-1]
         if last.is_complete:
             return "complete", last.ending or f"complete at step {last.reached}"
         if last.ending:
             return "stopped", last.ending
         goal = f" of {last.goal}" if last.goal else ""
-        how = {True: "it goes on", False: "it was killed, or failed", None: "it goes on or was killed"}[self.is_running]
+        how = {True: "running", False: "killed or failed", None: "running or killed"}[self.is_running]
         return "open", f"not complete: at step {last.reached}{goal}, {how} (last line: {last.last_at})"
 
 
@@ -125,7 +125,7 @@ def read(folder: Path) -> Run:
     """The facts of the run in `folder`.
 
     Raises:
-        UsageError: the folder is not there, or has no file of a run.
+        UsageError: the folder does not exist, or contains no file of a run.
     """
     if not any((folder / name).is_file() for name in _OF_A_RUN):
         what = "not a run directory: it has none of " + ", ".join(_OF_A_RUN) if folder.is_dir() else "no such folder"
@@ -157,7 +157,7 @@ def read(folder: Path) -> Run:
 
 
 def _is_whole(checkpoint: Checkpoint) -> bool:
-    """True if the manifest has the keys that are shown; its checksum says only that it is as it was written."""
+    """True if the manifest has the keys that are shown; its checksum only shows that it is unchanged."""
     try:
         return checkpoint.step >= 0 and checkpoint.size >= 0 and isinstance(checkpoint.metrics, dict)
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -165,16 +165,16 @@ def _is_whole(checkpoint: Checkpoint) -> bool:
 
 
 def _mapping(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The object in a JSON file; empty, and a problem, if the file is damaged. A missing file is no problem here."""
+    """The object in a JSON file; empty, with a problem, if the file is damaged. A missing file is fine here."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):
-        problems.append(f"{path.name} cannot be read, or is no JSON")
+        problems.append(f"{path.name} cannot be read, or is not JSON")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"{path.name} is no JSON object")
+        problems.append(f"{path.name} is not a JSON object")
         return {}
     return content
 

@@ -22,8 +22,8 @@ from lockstep_lab.report.run import Run, is_result
 _SHOWN = 200  # characters of a value
 _LONG = 50_000  # of a text
 _BYTES = 4_700_000  # of the page
-_TEXTS = 900_000  # of them for other things than curves and pictures
-_KEYS = 20  # that differ, named at most
+_TEXTS = 900_000  # of these, for everything except curves and images
+_KEYS = 20  # that differ: the most that are named
 
 
 def write(folder: Path, out: Path | None = None) -> Path:
@@ -33,7 +33,7 @@ def write(folder: Path, out: Path | None = None) -> Path:
         out: None: report.html in the folder.
 
     Raises:
-        UsageError: `folder` is no run directory.
+        UsageError: `folder` is not a run directory.
         OSError: the page cannot be written.
     """
     out = out or folder / "report.html"
@@ -47,9 +47,9 @@ def to_html(shown: Run) -> str:
     plots, values = page.figures(curves)
     # In base64, 3 bytes become 4.
     room = max(0, _BYTES - _TEXTS - len(json.dumps(values))) * 3 // 4
-    hint = "Drag across a chart to enlarge a part, double-click to see all of it; a click on a name hides its line."
+    hint = "Drag across a chart to zoom in, double-click to zoom out; click on a name to hide its line."
     marks = [start.from_step for start in shown.log.starts[1:]] or [after for _, after in shown.metrics.restarts()]
-    restarts = " Broken upright lines mark restarts." if marks else ""
+    restarts = " Dashed vertical lines mark restarts." if marks else ""
     parts = [
         ("Result", _result(shown)),
         ("Training", [_trained(shown)]),
@@ -143,12 +143,12 @@ def _trained(shown: Run) -> Markup:
         ]
     )
     intro = "\n".join(shown.log.intro)[:_LONG]
-    return element("div", content, [folded("what the log says before the first step", code(intro))] if intro else [])
+    return element("div", content, [folded("the log before the first step", code(intro))] if intro else [])
 
 
 def _checkpoints(shown: Run) -> list[Markup]:
     if not shown.checkpoints:
-        return [_nothing("there is no checkpoint")]
+        return [_nothing("there are no checkpoints")]
     retention, best = shown.retention, shown.best
     reasons = retention.reasons(shown.checkpoints)
     names = [retention.best[1]] if retention.best else []
@@ -163,11 +163,11 @@ def _checkpoints(shown: Run) -> list[Markup]:
         values = [number_text(one.metrics.get(name)) for name in names]
         saved = page.time(str(one.manifest.get("saved_at", "")))
         rows.append([f"{one.step:,}", why, *values, f"{one.size / 2**20:,.1f} MiB", saved])
-    said = "The best is marked: the latest of the checkpoints with the best value."
+    said = "The best is marked: the latest checkpoint with the best value."
     if retention.best is None:
-        said = "The config does not say which checkpoint is best (checkpoint.keep_best), so the newest is used."
+        said = "The config does not define the best checkpoint (checkpoint.keep_best), so the newest is used."
     elif best is None:
-        said = f"No checkpoint has {retention.best[1]} yet, so none is the best."
+        said = f"No checkpoint has {retention.best[1]} yet, so there is no best one."
     about = element("p", said, class_="soft")
     return [about, table(("step", "why it is kept", *names, "size", "saved"), rows, label="Checkpoints")]
 
@@ -180,7 +180,7 @@ def _verdict(verdict: Mapping[str, Any]) -> tuple[str, str]:
     text = f"{number.get('passed', 0)} of {len(verdict['checks'])} checks passed"
     if number.get("fault"):
         return f"{text}, {number['fault']} found a fault", "fault"
-    shown = f", {number['not shown']} could not be shown" if number.get("not shown") else ""
+    shown = f", {number['not shown']} could not be decided" if number.get("not shown") else ""
     return text + shown, "passed" if number.get("passed") else "not-shown"
 
 
@@ -188,7 +188,7 @@ def _verification(shown: Run) -> list[Markup]:
     text, state = _verdict(shown.verdict)
     how = commands.to_verify(shown)
     if text == "not verified":
-        return [element("p", "Nothing was verified in this folder. To verify:"), page.command(how)]
+        return [element("p", "This run has not been verified. To verify it:"), page.command(how)]
     checks = [check for check in shown.verdict["checks"] if isinstance(check, Mapping)]
     rows = []
     for check in checks[:100]:
@@ -205,7 +205,7 @@ def _verification(shown: Run) -> list[Markup]:
     notes = []
     if other:
         more = ", ..." if len(other) > _KEYS else ""
-        said = f"The config that was verified differs from the run's in: {', '.join(other[:_KEYS])}{more}."
+        said = f"The verified config differs from the run's in: {', '.join(other[:_KEYS])}{more}."
         notes.append(element("p", said, class_="open"))
     return [
         element("p", text, class_=f"state {state}"),

@@ -1,4 +1,4 @@
-"""Starts, interruptions and restarts of a run, and what went wrong in it."""
+"""Starts, interruptions and restarts of a run, and problems on the way."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ _WIDTH, _HEIGHT = 1000.0, 46.0
 
 
 def parts(run: Run) -> list[Markup]:
-    """The section on what happened when."""
+    """The section on the history of the run."""
     starts = run.log.starts
     content: list[Markup] = []
     if starts:
         content += [_picture(starts, run.is_running), _table(starts, run.is_running)]
     else:
         jumps = [f"between steps {before:,} and {after:,}" for before, after in run.metrics.restarts()]
-        text = f"train.log says nothing. By metrics.jsonl, the run was restarted {', '.join(jumps)}." if jumps else ""
-        content.append(
-            element("p", text or "No start is logged, and no restart is seen in metrics.jsonl.", class_="soft")
-        )
+        text = f"train.log is empty. By metrics.jsonl, the run was restarted {', '.join(jumps)}." if jumps else ""
+        content.append(element("p", text or "No start is logged, and metrics.jsonl shows no restart.", class_="soft"))
     content += [folded(f"hang report {name}", code(text)) for name, text in run.hangs]
     if run.log.notes:
         rows = [[page.time(note.at), note.text, str(note.count)] for note in run.log.notes]
@@ -42,17 +40,17 @@ def endings(starts: Sequence[Start], is_running: bool | None = None) -> list[str
     """The end of each start, in words.
 
     Args:
-        is_running: whether a process trains now; None: not known.
+        is_running: whether a process is training; None: unknown.
     """
     said = []
     for start, after in zip(starts, [*starts[1:], None], strict=True):
         lost = start.reached - after.from_step if after is not None else 0
         text = start.ending or (
-            "complete" if start.is_complete else "no last word in the log: it was killed, or failed"
+            "complete" if start.is_complete else "the log ends without a reason: it was killed or failed"
         )
         if after is None and not start.ending and not start.is_complete:
-            text = {True: "goes on", False: "was killed, or failed", None: "goes on, or was killed"}[is_running]
-        again = f"; {lost:,} step{'s' * (lost != 1)} done again" if lost > 0 else ""
+            text = {True: "is running", False: "was killed or failed", None: "is running or was killed"}[is_running]
+        again = f"; {lost:,} step{'s' * (lost != 1)} repeated" if lost > 0 else ""
         said.append(text + again)
     return said
 
@@ -69,7 +67,7 @@ def _table(starts: Sequence[Start], is_running: bool | None) -> Markup:
 
 
 def _picture(starts: Sequence[Start], is_running: bool | None = None) -> Markup:
-    """A bar over the time for each start; empty where times are missing."""
+    """A bar for each start on a time axis; empty if times are missing."""
     try:
         begins = [datetime.datetime.fromisoformat(start.at).timestamp() for start in starts]
         ends = [datetime.datetime.fromisoformat(start.last_at).timestamp() for start in starts]

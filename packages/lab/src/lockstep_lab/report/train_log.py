@@ -1,4 +1,4 @@
-"""The starts of a run and their ends, its warnings and tables of evaluations, as train.log tells them."""
+"""The starts of a run and their ends, warnings and evaluation tables, from train.log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Start:
     goal: int | None = None
     """The step at which the training ends."""
     ending: str = ""
-    """The words of the log on its end. Empty: there are none."""
+    """The log's words on its end. Empty: there are none."""
 
     @property
     def is_complete(self) -> bool:
@@ -49,13 +49,13 @@ class Start:
         try:
             begin, end = map(datetime.datetime.fromisoformat, (self.at, self.last_at))
             return max(0.0, (end - begin).total_seconds())
-        except (ValueError, TypeError):  # no such date, or only one of them has a time zone
+        except (ValueError, TypeError):  # invalid date, or only one has a time zone
             return 0.0
 
 
 @dataclass
 class Note:
-    """A warning or another event, with the number of times that it came."""
+    """A warning or another event, with its number of occurrences."""
 
     at: str
     text: str
@@ -75,7 +75,7 @@ class TrainLog:
 
 
 def read(path: Path) -> TrainLog:
-    """The content of a log. That of a missing or unreadable file is empty."""
+    """The content of a log. It is empty if the file is missing or unreadable."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return _read(file)
@@ -111,7 +111,7 @@ def _read(lines: Iterable[str]) -> TrainLog:
             elif len(notes) < _MOST:
                 notes[text] = Note(at, text[:_NOTE_CHARACTERS])
         elif "\n" in text:
-            table = (f"{table}\n\n{text}" if table else text)[:_TABLE_CHARACTERS]  # a text for each set of data
+            table = (f"{table}\n\n{text}" if table else text)[:_TABLE_CHARACTERS]  # one text per data set
         if last is not None and len(log.starts) == 1 and last.goal is None and len(log.intro) < _MOST:
             log.intro += [] if text.startswith(_NOTED) else text.split("\n")
     log.notes = list(notes.values())

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into memory, and how fast each size is. Each size is tried in processes of its own.
+"""The largest micro-batch that fits into memory, and the speed of each size. Each size runs in its own processes.
 
 On a GPU, a size fits if its steps run. On a CPU, a process that uses too much memory is killed without an error, so the
 measured peak is compared with a limit.
@@ -18,10 +18,10 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import TrainingError, UsageError
 
 _SHORTAGES = ("out of memory", "can't allocate memory", "killed by SIGKILL")
-_SMALLEST_SHARE = 64  # the first size is a power of two from this part of the largest on
-_PRECISE = 8  # between two powers of two, the size is found up to this part of it
-_MARGIN = 0.9  # of the largest size that ran on a GPU: another batch may have longer samples
-_FASTER = 1.03  # less is no difference between two measurements
+_SMALLEST_SHARE = 64  # the first size is a power of two of at least 1 / 64 of the largest
+_PRECISE = 8  # between two powers of two, the size is found to within 1 / 8
+_MARGIN = 0.9  # of the largest size that ran on a GPU: other batches may have longer samples
+_FASTER = 1.03  # smaller differences may be noise
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Tried:
     size: int
     fits: bool
     samples_per_s: float = 0.0
-    """Of all ranks. 0: it was not measured."""
+    """Of all ranks. 0: not measured."""
     peak_bytes: int = 0
-    """Of the rank that needs most. 0: it was not measured."""
+    """Of the rank that needs the most. 0: not measured."""
 
 
 def search(attempt: Callable[[int], Tried], most: int, tell: Callable[[Tried], None] = lambda _: None) -> list[Tried]:
@@ -66,30 +66,30 @@ def search(attempt: Callable[[int], Tried], most: int, tell: Callable[[Tried], N
 
 
 def check(config: RunConfig, memory: int | None, *, on_gpu: bool) -> None:
-    """Check that it can be told whether a size fits.
+    """Check that it is possible to decide whether a size fits.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it is not possible.
     """
     if memory is None and not on_gpu:
         raise UsageError(
-            "on a CPU, a training with too little memory is killed, and nothing says so before",
+            "on a CPU, a training with too little memory is killed without warning",
             where="lockstep tune batch",
-            remedy="say how much memory a rank may use, such as --memory 4GB",
+            remedy="set the memory that a rank may use, such as --memory 4GB",
         )
     if isinstance(config.batch.micro, dict):
-        what, remedy = "has a size for several epochs", "give the sizes of one epoch: batch.micro=null"
+        what, remedy = "has sizes for several epochs", "give the sizes of one epoch: batch.micro=null"
         raise UsageError(what, where="batch.micro", remedy=remedy)
 
 
 def attempt_of(
     target: str, overrides: Sequence[str], *, ranks: int, given: int, memory: int | None
 ) -> Callable[[int], Tried]:
-    """A function that tries a size: it trains a few steps, by `lockstep plan --measure` in processes of its own.
+    """A function that tries a size: it trains a few steps with `lockstep plan --measure` in separate processes.
 
     Args:
         given: the global batch of the config, in samples. A larger micro-batch has a larger global batch.
-        memory: bytes that a rank may use. None: as many as there are.
+        memory: bytes that a rank may use. None: no limit.
     """
 
     def attempt(size: int) -> Tried:
@@ -112,10 +112,10 @@ def keys_of(size: int, samples: int) -> list[str]:
 
 
 def _judged(size: int, samples: int, done: subprocess.CompletedProcess[str], file: Path, memory: int | None) -> Tried:
-    """What an attempt showed.
+    """The result of an attempt.
 
     Raises:
-        TrainingError: it failed, and not because of memory.
+        TrainingError: it failed for a reason other than memory.
     """
     if done.returncode in (-9, 137) or (done.returncode and any(text in done.stderr for text in _SHORTAGES)):
         return Tried(size, fits=False)
@@ -139,7 +139,7 @@ def text(
 
     Args:
         given: the global batch of the config, in samples.
-        by_rank: the config gives `batch.per_rank`, beside which there is no `batch.micro`.
+        by_rank: the config sets `batch.per_rank`, which excludes `batch.micro`.
     """
     fitting = [one for one in tried if one.fits]
     if not fitting:
@@ -149,7 +149,7 @@ def text(
     best, lines = largest.size, [f"the largest micro-batch that fits: {largest.size}"]
     if largest.size >= most:
         is_share = largest.size == -(-given // ranks)
-        lines[0] += ", all samples that a rank has of a global batch" if is_share else ", of --most"
+        lines[0] += ", the rank's whole share of the global batch" if is_share else ", the limit of --most"
     elif memory is None:
         best = max(1, int(largest.size * _MARGIN))
         lines.append(f"with a margin, because other batches may have larger samples: {best}")
@@ -163,8 +163,8 @@ def text(
     keys = keys_of(best, max(given, best * ranks))[0 if by_rank else 2 if best * ranks > given else 3 :]
     if best * ranks > given:
         lines.append(
-            f"a global batch of {best * ranks} in the place of {given} is another training: its learning rate differs, "
-            "lockstep tune lr finds it"
+            f"a global batch of {best * ranks} instead of {given} is a different training with its own learning rate; "
+            "find it with lockstep tune lr"
         )
     return "\n".join([*lines, f"keys: {' '.join(keys)}"])
 

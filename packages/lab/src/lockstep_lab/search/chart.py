@@ -15,21 +15,21 @@ MARK = "lockstep search chart"
 """A part of every file, in its first bytes."""
 BLUE, ORANGE, GREEN, PALE, GRID = "#3b82c4", "#d9731a", "#2f9e5b", "#9a9a9a", "#c9c9c9"
 _LEFT, _RIGHT, _TOP, _BELOW = 66, 18, 40, 44  # around the plot
-_TIMES = 2  # a picture of pixels is so many times as large
+_TIMES = 2  # scale of pixel images
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The values that an axis shows, and where it has labels."""
+    """The values that an axis shows, and its labels."""
 
     label: str
     values: Sequence[Any]
     log: bool = False
     names: Sequence[str] = ()
-    """Of an axis without numbers: its values are places in this list."""
+    """For an axis without numbers: its values are positions in this list."""
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Places with their labels."""
+        """Positions with their labels."""
         if self.names:
             return [(float(place), shortened(name, 14)) for place, name in enumerate(self.names)]
         low, high = self.range()
@@ -44,11 +44,11 @@ class Axis:
         return [(number * step, f"{number * step:.4g}") for number in range(first, last + 1)]
 
     def place(self, value: float) -> float:
-        """The value on the axis: its logarithm, where the axis has powers of ten."""
+        """The value on the axis: its logarithm, if the axis has powers of ten."""
         return math.log10(value) if self.log else float(value)
 
     def range(self) -> tuple[float, float]:
-        """The first and the last place of the axis."""
+        """The first and the last position of the axis."""
         if self.names:
             return -0.5, len(self.names) - 0.5
         places = [self.place(value) for value in self.values] or [0.0]
@@ -69,7 +69,7 @@ class Chart:
     dots: list[tuple[float, float, str]] = field(default_factory=list)
     """x, y and colour of each dot."""
     marks: Mapping[str, float] = field(default_factory=dict)
-    """By label: the x of a line from top to bottom."""
+    """By label: the x of a vertical line."""
     width: int = 640
     height: int = 380
 
@@ -91,7 +91,7 @@ class Chart:
         )
 
     def write(self, path: Path) -> None:
-        """Write a file: `.png`, or else `.svg`.
+        """Write a `.png` file, or a `.svg` file for any other name.
 
         Raises:
             UsageError: the file cannot be written.
@@ -103,7 +103,7 @@ class Chart:
                 path.write_text(str(self.svg()).replace("<svg ", '<svg style="background: white" ', 1) + "\n")
         except OSError as error:
             what = f"cannot be written: {error.strerror}"
-            raise UsageError(what, where=str(path), remedy="choose another place with --out") from error
+            raise UsageError(what, where=str(path), remedy="choose a different path with --out") from error
 
     def _write_pixels(self, path: Path) -> None:
         from PIL import Image, ImageDraw, PngImagePlugin
@@ -128,7 +128,7 @@ class Chart:
         page.save(path, pnginfo=about)
 
     def _shapes(self) -> Iterator[tuple[str, list[tuple[float, float]], str, str]]:
-        """Kind (line, dot, or the anchor of a text), points, colour and text, in the order of drawing."""
+        """Kind (line, dot, or the anchor of a text), points, colour and text, in drawing order."""
         right, bottom = self.width - _RIGHT, self.height - _BELOW
         (left_value, right_value), (low, high) = self.x.range(), self.y.range()
 

@@ -1,4 +1,4 @@
-"""What a sweep searches: the keys of grid.yaml, checked with the config before anything starts."""
+"""The search space of a sweep: the keys of grid.yaml, checked against the config before anything starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Range:
     low: float
     high: float
     log: bool = False
-    """True if the logarithm is drawn evenly."""
+    """Whether to sample the logarithm uniformly."""
     step: float | None = None
 
     @property
@@ -56,7 +56,7 @@ class Grid:
 
     path: Path
     keys: dict[str, list[Any] | Range]
-    """For each key of the config its values."""
+    """For each key of the config, its values."""
     sampler: str
     pruner: str
     metric: str
@@ -65,23 +65,23 @@ class Grid:
     """`max` or `min`."""
 
     def combinations(self) -> list[dict[str, Any]]:
-        """All combinations of the values, for the sampler `grid`; the last key changes first."""
+        """The number of combinations of values, for the sampler `grid`; the last key changes fastest."""
         lists = [values if isinstance(values, list) else values.values() or [] for values in self.keys.values()]
         return [dict(zip(self.keys, chosen, strict=True)) for chosen in itertools.product(*lists)]
 
     def spec(self) -> dict[str, Any]:
-        """What makes another sweep where it differs, as JSON."""
+        """What identifies a sweep, as JSON: a sweep with other values is a different one."""
         keys = {key: values if isinstance(values, list) else vars(values) for key, values in self.keys.items()}
         return {"keys": keys} | {name: getattr(self, name) for name in ("sampler", "pruner", "metric", "direction")}
 
 
 def overrides_of(values: dict[str, Any]) -> list[str]:
-    """KEY=VALUE for each value, as the command line reads it."""
+    """KEY=VALUE for each value, in the form of the command line."""
     return [f"{key}={_written(value)}" for key, value in values.items()]
 
 
 def _written(value: Any) -> str:
-    """A value in YAML on one line. A text that YAML reads as something else, such as 1e-3, gets quotes."""
+    """A value in YAML on one line. A text that YAML would read as something else, such as 1e-3, gets quotes."""
     is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.:/-]*", value) is not None
     return value if is_plain and config_layers.parsed(value) == value else json.dumps(value)
 
@@ -93,14 +93,14 @@ def read(path: Path, target: str, overrides: Sequence[str], config: RunConfig) -
         config: that of `target` and `overrides`.
 
     Raises:
-        UsageError: something is wrong. Names all faults.
+        UsageError: the file has faults. The error names all of them.
     """
     raw = config_layers.read_yaml(path)
-    faults = [f"{name}: is no setting; {did_you_mean(name, _KNOWN)}there are: {', '.join(_KNOWN)}" for name in raw
+    faults = [f"{name}: is not a setting; {did_you_mean(name, _KNOWN)}known are: {', '.join(_KNOWN)}" for name in raw
               if name not in _KNOWN]  # fmt: skip
     for name, known in _SETTINGS.items():
         if name in raw and raw[name] not in known:
-            faults.append(f"{name}: {raw[name]!r} is none of {', '.join(known)}")
+            faults.append(f"{name}: {raw[name]!r} is not one of {', '.join(known)}")
     given = raw.get("keys")
     if not isinstance(given, dict) or not given:
         faults.append(
@@ -116,7 +116,7 @@ def read(path: Path, target: str, overrides: Sequence[str], config: RunConfig) -
         keys[str(key)] = found
         if raw.get("sampler") == "grid" and isinstance(found, Range) and found.values() is None:
             faults.append(f"keys: {key}: the sampler grid needs a list, or a range with a step")
-        faults += [f"keys: {key}: is a part of {other}" for other in given if str(key).startswith(f"{other}.")]
+        faults += [f"keys: {key}: overlaps with {other}" for other in given if str(key).startswith(f"{other}.")]
     _raise(path, faults)
     metric, direction = _aim(path, raw, config)
     grid = Grid(path, keys, raw.get("sampler") or _sampler(keys), raw.get("pruner", "median"), metric, direction)
@@ -125,7 +125,7 @@ def read(path: Path, target: str, overrides: Sequence[str], config: RunConfig) -
 
 
 def _sampler(keys: dict[str, list[Any] | Range]) -> str:
-    """The sampler where none is given: all combinations where they are few, which others would draw again and again."""
+    """The default sampler: all combinations if there are few, which random samplers would draw repeatedly."""
     counts = [
         len(values if isinstance(values, list) else values.values() or range(_FEW + 1)) for values in keys.values()
     ]
@@ -133,28 +133,28 @@ def _sampler(keys: dict[str, list[Any] | Range]) -> str:
 
 
 def _values(value: Any) -> list[Any] | Range | str:
-    """The values of a key; or a text that says what is wrong."""
+    """The values of a key; or a text with the fault."""
     if isinstance(value, list):
         texts = [json.dumps(one, sort_keys=True, default=str) for one in value]
         if any(isinstance(one, datetime.date) for one in value):
-            return "a date is no value: write it in quotes"
+            return "a date is not a value: put it in quotes"
         twice = [text for number, text in enumerate(texts) if text in texts[:number]]
-        return f"{twice[0]} is there twice" if twice else value or "the list is empty"
+        return f"{twice[0]} occurs twice" if twice else value or "the list is empty"
     if not isinstance(value, dict):
         return f"{value!r} is neither a list nor a range {{low: ..., high: ...}}"
     unknown = [name for name in value if name not in _OF_RANGE]
     if unknown:
-        return f"a range has no {unknown[0]!r}; {did_you_mean(unknown[0], _OF_RANGE)}it has {', '.join(_OF_RANGE)}"
+        return f"a range has no {unknown[0]!r}; {did_you_mean(unknown[0], _OF_RANGE)}known are: {', '.join(_OF_RANGE)}"
     numbers: list[Any] = [value.get("low"), value.get("high"), *([value["step"]] if "step" in value else [])]
     if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-        return "low and high, and step where it is given, must be numbers"
+        return "low, high and step must be numbers"
     found = Range(value["low"], value["high"], value.get("log", False), value.get("step"))
     if type(found.log) is not bool:
-        return f"log: {found.log!r} is neither true nor false"
+        return f"log: {found.log!r} is not true or false"
     if not found.low < found.high:
         return f"low ({found.low:g}) must be below high ({found.high:g})"
     if found.log and (found.low <= 0 or found.step is not None):
-        return "with log: true, low must be above 0, and there is no step"
+        return "with log: true, low must be above 0, and step is not allowed"
     if found.step is not None and found.step <= 0:
         return "step must be above 0"
     count = 0 if found.step is None else math.floor((found.high - found.low) / found.step + 1e-9)
@@ -162,24 +162,24 @@ def _values(value: Any) -> list[Any] | Range | str:
 
 
 def _aim(path: Path, raw: dict[str, Any], config: RunConfig) -> tuple[str, str]:
-    """The metric and the direction: those of grid.yaml, else those of `checkpoint.keep_best`."""
+    """The metric and the direction: from grid.yaml, else from `checkpoint.keep_best`."""
     kept = config.checkpoint.best
     metric = raw.get("metric", kept[1] if kept else None)
     if not isinstance(metric, str):
         remedy = "add a line such as metric: eval/accuracy, or set checkpoint.keep_best"
-        what = "is missing, and the config keeps no best checkpoint" if metric is None else f"{metric!r} is no name"
+        what = "is missing, and the config keeps no best checkpoint" if metric is None else f"{metric!r} is not a name"
         raise UsageError(f"metric: {what}", where=str(path), remedy=remedy)
     direction = raw.get("direction", kept[0] if kept and kept[1] == metric else None)
     if direction is None:
         remedy = "add the line direction: max, or direction: min"
-        raise UsageError(f"direction: nothing says whether more {metric} is better", where=str(path), remedy=remedy)
+        raise UsageError(f"direction: unknown whether a higher {metric} is better", where=str(path), remedy=remedy)
     return metric, str(direction)
 
 
 def _check_values(grid: Grid, target: str, overrides: Sequence[str]) -> None:
     """Check each value of each key, with the first values of the others."""
     given = {override.partition("=")[0] for override in overrides}
-    faults = [f"keys: {key}: the command line sets it, too" for key in grid.keys if key in given]
+    faults = [f"keys: {key}: the command line also sets it" for key in grid.keys if key in given]
     first = {key: values[0] if isinstance(values, list) else values.low for key, values in grid.keys.items()}
     for key, value in _each(grid):
         try:
@@ -200,19 +200,19 @@ def _each(grid: Grid) -> Iterator[tuple[str, Any]]:
 
 
 def _check_config(grid: Grid, config: RunConfig, key: str, value: Any) -> None:
-    """Check what `train` finds only when it has imported torch, and what a sweep needs of a run."""
+    """Check what `train` only finds after importing torch, and what a sweep needs from a run."""
     train, kind = config.train, str(config.task.get("kind"))
     if grid.metric.startswith("eval/") and not (train.eval_every_epochs or train.eval_every_steps):
-        what, remedy = f"nothing is evaluated, and the metric is {grid.metric}", "set train.eval_every_epochs=1"
+        what, remedy = f"the metric is {grid.metric}, but the run never evaluates", "set train.eval_every_epochs=1"
         raise UsageError(what, where="train", remedy=remedy)
     if "json_lines" not in config.log.writers:
-        what, remedy = "the log has no metrics.jsonl, from which results are read", "add json_lines to log.writers"
+        what, remedy = "the run writes no metrics.jsonl, which the sweep reads", "add json_lines to log.writers"
         raise UsageError(what, where="log.writers", remedy=remedy)
     if key == "optim.name":
         from lockstep.core import optimizer_class
 
         optimizer_class.find(str(value))
-    if key.startswith("task.") and ".py:" in kind:  # a class of the user's own checks its keys when it is made
+    if key.startswith("task.") and ".py:" in kind:  # a user's class checks its keys when it is created
         from lockstep.trainer.trainer import Trainer
 
         Trainer(config, quiet=True).task()

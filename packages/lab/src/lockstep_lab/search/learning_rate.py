@@ -1,4 +1,4 @@
-"""A range test of learning rates: a short training whose rate rises, on any number of ranks. Nothing of it stays."""
+"""A range test of learning rates: a short training with a rising rate, on any number of ranks, that leaves no files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep_lab.search.curve import Suggestion
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The losses of a range test, and what they say. The same on all ranks."""
+    """The losses of a range test, and their interpretation. The same on all ranks."""
 
     rates: list[float]
     """Of each step: the value of the key `optim.lr`."""
@@ -34,10 +34,10 @@ class RangeTest:
     scale: float
     """The optimizer's rate for `optim.lr=1`: `optim.lr_scaling`."""
     keys: dict[str, float]
-    """Keys of rates, with their values in the config: `optim.lr`, and those of groups that have a rate of their own."""
+    """Keys of rates, with their values in the config: `optim.lr`, and those of groups with their own rate."""
 
     def overrides(self, rate: float) -> list[str]:
-        """KEY=VALUE for each key of a rate, in the ratios of the config."""
+        """KEY=VALUE for each key of a rate, in the config's ratios."""
         factor = rate / self.keys["optim.lr"]
         return [f"{key}={value * factor:.2g}" for key, value in self.keys.items()]
 
@@ -47,12 +47,12 @@ def range_test(
 ) -> RangeTest:
     """Train with a rate that rises from `low` to `high`, on the ranks of this process's world, in memory.
 
-    The weights are those with which the training would begin. The test ends early where the smoothed loss is four
+    The weights are the initial ones of the training. The test ends early if the smoothed loss is four
     times the smallest, or a loss is not finite.
 
     Args:
-        task: instead of the config's task.
-        low, high: values of `optim.lr`. All groups of parameters have rates in the ratios of the config.
+        task: replaces the config's task.
+        low, high: values of `optim.lr`. The rates of all parameter groups keep the config's ratios.
 
     Raises:
         LockstepError: the config, the data or the model cannot be used.
@@ -65,14 +65,14 @@ def range_test(
             setup = assemble.Setup(short, run_dir, quiet=True)
             run = assemble.prepare(setup, task or assemble.make_task(short), ranks)
             if run.task.players:
-                what = "players take turns, and no single loss tells how well they learn"
+                what = "alternating optimizers take turns, and no single loss measures how well they learn"
                 raise UsageError(what, where="lockstep tune lr", remedy="compare rates with lockstep sweep")
             rates = [curve.rate_at(step, steps, low, high) for step in range(steps)]
             return _read(config, run, rates)
 
 
 def _short(config: RunConfig, steps: int) -> RunConfig:
-    """The config of a training of a few steps, which evaluates, logs and saves nothing."""
+    """The config of a training of a few steps that neither evaluates, logs nor saves."""
     never = ("epochs", "min_steps", "eval_every_epochs", "stop_when", "max_time")
     train = config.train.model_copy(
         update=dict.fromkeys(never) | {"steps": steps, "eval_every_steps": 0, "parts": [], "ema_decay": None}
@@ -83,7 +83,7 @@ def _short(config: RunConfig, steps: int) -> RunConfig:
 
 def _read(config: RunConfig, run: Run, rates: list[float]) -> RangeTest:
     state, given, keep = run.state, config.optim.lr, curve.keep_of(len(rates))
-    # A schedule counts updates. An update that overflowed in fp16 is made again with the same rate.
+    # A schedule counts updates. An update that overflowed in fp16 is repeated with the same rate.
     state.schedule = Schedule(own=lambda update: rates[min(update, len(rates) - 1)] / given)
     losses: list[float] = []
     used: list[float] = []

@@ -1,4 +1,4 @@
-"""The trainings of a sweep: started in process groups of their own, asked to stop, and read from outside."""
+"""The trainings of a sweep: started in their own process groups, asked to stop, and read from outside."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _LONG = 400  # characters of a line
 
 
 class Process:
-    """A training in a process group of its own.
+    """A training in its own process group.
 
     Args:
-        arguments: of `lockstep`, beginning with `train`.
-        log: the file that gets its output.
-        environment: variables beside those of this process.
+        arguments: of `lockstep`, starting with `train`.
+        log: the file for its output.
+        environment: variables in addition to those of this process.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lockstep_lab.search.trial_process", *arguments],
-                stdin=subprocess.PIPE,  # its end asks the training to stop: see `trial_process`
+                stdin=subprocess.PIPE,  # closing it asks the training to stop: see `trial_process`
                 stdout=file,
                 stderr=file,
                 env=os.environ | environment,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the sweep alone
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the sweep
             )
 
     def poll(self) -> int | None:
-        """The exit code. None: it runs."""
+        """The exit code. None: it is running."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """Ask it to save and to stop."""
+        """Ask it to save and stop."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -61,14 +61,14 @@ class Results:
         self.path, self.metric = folder / "metrics.jsonl", metric
         self._seen: tuple[int, int] | None = None
         self.values: list[float] = []
-        """Of the metric, in the order of the steps. NaN where it was not finite."""
+        """Of the metric, in the order of the steps. NaN if it was not finite."""
         self.names: list[str] = []
-        """All names of the log."""
+        """All names in the log."""
         self.steps = 0
         """Of the last entry."""
 
     def read(self) -> None:
-        """Read what was added."""
+        """Read what was appended."""
         with contextlib.suppress(OSError):
             about = self.path.stat()
             if (about.st_size, about.st_mtime_ns) == self._seen:
@@ -86,14 +86,14 @@ class Results:
 
 
 def error_in(log: Path) -> str:
-    """What a training that failed wrote last: the lines from its last `error:` on, at most 12, without long lists. Of a
-    traceback the error comes first, and then its last frames."""
+    """The last output of a failed training: the lines from its last `error:` on, at most 12, without long lists. Of a
+    traceback, the error comes first, followed by its last frames."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     text = re.sub(r"\[(\d[^\]\n]{30})[^\]\n]*\]", r"[\1...]", text)  # samples
     lines = [shortened(line.rstrip(), _LONG) for line in text.splitlines() if line.strip()]
     begun = max((place for place, line in enumerate(lines) if _ERROR.search(line)), default=len(lines) - 3)
     found = lines[max(0, begun) :]
-    if found and "Traceback (" in found[0]:  # the error itself stands behind its frames
+    if found and "Traceback (" in found[0]:  # the error itself comes after its frames
         place = next((number for number, line in enumerate(found) if number and line[0] != " "), len(found) - 1)
         found = [found[place], *found[1:place][-9:]]
     found = found[:12]
@@ -101,12 +101,12 @@ def error_in(log: Path) -> str:
 
 
 def kind_of(error: str) -> str:
-    """The first line of an error without its numbers: the same where two trials fail alike."""
+    """The first line of an error without its numbers: the same if two trials fail in the same way."""
     return re.sub(r"\d+", "0", error.partition("\n")[0])
 
 
 def environments(parallel: int, ranks: int, device: str) -> list[dict[str, str]]:
-    """For each of the trainings that run at once, its variables: GPUs of its own, or its share of the cores.
+    """For each concurrent training, its variables: its own GPUs, or its share of the cores.
 
     Raises:
         UsageError: there are too few GPUs.
@@ -118,8 +118,8 @@ def environments(parallel: int, ranks: int, device: str) -> list[dict[str, str]]
         share = {"OMP_NUM_THREADS": str(max(1, cores // parallel))}
         return [share if parallel > 1 and "OMP_NUM_THREADS" not in os.environ else {} for _ in range(parallel)]
     if gpus < parallel * ranks:
-        what = f"{parallel} trials at once on {ranks} rank{'s' * (ranks > 1)} each need {parallel * ranks} GPUs"
-        raise UsageError(f"{what}, and there are {gpus}", where="--parallel", remedy="give a smaller number")
+        what = f"{parallel} trials at once on {ranks} rank{'s' * (ranks > 1)} need {parallel * ranks} GPUs"
+        raise UsageError(f"{what}, but there are {gpus}", where="--parallel", remedy="give a smaller number")
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = names if len(names) == gpus and all(names) else [str(number) for number in range(gpus)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[slot * ranks : (slot + 1) * ranks])} for slot in range(parallel)]

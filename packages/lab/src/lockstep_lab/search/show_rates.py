@@ -1,4 +1,4 @@
-"""What a range test says, as lines for people and as a chart."""
+"""The result of a range test, as lines for people and as a chart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def text(found: RangeTest) -> str:
     lines = [f"{len(found.losses)} steps" + (f", ended early: {found.ended}" if found.ended else "")]
     if found.averages:
         place = min(range(len(found.averages)), key=found.averages.__getitem__)
-        lines[0] += f"; the least smoothed loss is {found.averages[place]:.4g} at {found.rates[place]:.2g}"
+        lines[0] += f"; the smallest smoothed loss is {found.averages[place]:.4g} at {found.rates[place]:.2g}"
     advised = found.suggestion
     if advised.steepest is None:
         return "\n".join([*lines, f"no suggestion: {advised.why}"])
     lines.append(f"steepest descent:     {' '.join(found.overrides(advised.steepest))}")
     if advised.tenth_of_minimum is not None:
-        lines.append(f"a tenth of the least: {' '.join(found.overrides(advised.tenth_of_minimum))}")
+        lines.append(f"a tenth of the rate with the least loss: {' '.join(found.overrides(advised.tenth_of_minimum))}")
     if found.scale != 1.0:
         lines.append(
             f"optim.lr_scaling multiplies these rates by {found.scale:.4g}: the optimizer gets "

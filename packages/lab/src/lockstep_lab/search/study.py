@@ -1,7 +1,7 @@
-"""The trials of a sweep, in Optuna's storage. This is the only file that knows Optuna.
+"""The trials of a sweep, in Optuna's storage. Only this file imports Optuna.
 
-The values of a trial are a function of the seed, its number and the trials before: the sampler is made anew for each
-trial, and so has no state that a kill could lose.
+The values of a trial are a function of the seed, its number and the trials before it: each trial gets a new sampler,
+so there is no state that a kill could lose.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "sweep"
 
 @dataclass(frozen=True)
 class Record:
-    """A trial as the storage has it."""
+    """A trial in the storage."""
 
     number: int
     state: str
@@ -36,14 +36,14 @@ class Record:
     values: dict[str, Any]
     """By key of the config."""
     results: list[float]
-    """Of the evaluations, in their order."""
+    """Of the evaluations, in order."""
     value: float | None
     """The result that counts. None: there is none."""
     error: str
 
 
 class Open:
-    """A trial that is not finished."""
+    """An unfinished trial."""
 
     def __init__(self, study: Study, trial: optuna.Trial) -> None:
         self._study, self._trial = study, trial
@@ -58,9 +58,9 @@ class Open:
         return self.should_be_pruned()
 
     def should_be_pruned(self) -> bool:
-        """True if the last result says so."""
+        """True if the trial should be pruned after its last result."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of results that are no numbers
+            warnings.simplefilter("ignore", RuntimeWarning)  # about results that are not numbers
             return self.reported > 0 and self._trial.should_prune()
 
     def finish(self, state: str, value: float | None = None, error: str = "") -> None:
@@ -74,7 +74,7 @@ class Open:
 
 
 class _HeldAlready:
-    """A lock of the storage: the lock of the sweep's folder keeps others out, and ends with its process."""
+    """A lock of the storage: the sweep folder's lock keeps others out, and ends with its process."""
 
     def acquire(self) -> bool:
         return True
@@ -113,7 +113,7 @@ class Study:
         return len([trial for trial in self.study.trials if trial.state.name != "WAITING"])
 
     def records(self) -> list[Record]:
-        """All trials that have begun, by number."""
+        """All trials that have started, by number."""
         names = {"COMPLETE": DONE, "PRUNED": PRUNED, "FAIL": FAILED, "RUNNING": OPEN}
         return [
             Record(
@@ -129,15 +129,15 @@ class Study:
         ]
 
     def left_open(self) -> list[Open]:
-        """The trials that a sweep before has begun and not finished."""
+        """The trials that an earlier sweep started and did not finish."""
         optuna = module()
         running = [trial for trial in self.study.trials if trial.state.name == "RUNNING"]
         return [Open(self, optuna.trial.Trial(self.study, trial._trial_id)) for trial in running]
 
     def ask(self) -> Open:
-        """Begin the next trial."""
+        """Start the next trial."""
         if not any(trial.state.name == "WAITING" for trial in self.study.trials):
-            # The values are written at once: a kill between two of them would change those that come after it.
+            # The values are written together: a kill between two of them would change the values after it.
             self.study.enqueue_trial(self._sample(len(self.study.trials)))
         return Open(self, self.study.ask())
 
@@ -152,7 +152,7 @@ class Study:
         return trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
 
     def _sample(self, number: int) -> dict[str, Any]:
-        """The values of the next trial, as the storage has them."""
+        """The values of the next trial, in the storage's form."""
         if self.grid.sampler == "grid":
             chosen = self.grid.combinations()[number]
             return {key: self._encoded(key, value) for key, value in chosen.items()}
@@ -171,7 +171,7 @@ class Study:
         return {"max": "maximize", "min": "minimize"}[self.grid.direction]
 
     def _encoded(self, key: str, value: Any) -> Any:
-        """A value of a list as JSON: Optuna stores texts, and takes True for 1."""
+        """A value of a list as JSON: Optuna stores texts, and confuses True with 1."""
         return json.dumps(value) if isinstance(self.grid.keys[key], list) else value
 
     def _decoded(self, key: str, value: Any) -> Any:
@@ -179,24 +179,24 @@ class Study:
 
 
 def module() -> Any:
-    """Optuna, which writes no messages of its own.
+    """Optuna, without its messages.
 
     Raises:
         UsageError: it is not installed.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its imports
+            warnings.simplefilter("ignore")  # from its imports
             import optuna
     except ImportError as error:
         remedy = "pip install 'torch-lockstep[sweep]'"
-        raise UsageError("needs the package optuna", where="lockstep sweep", remedy=remedy) from error
+        raise UsageError("requires the package optuna", where="lockstep sweep", remedy=remedy) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
 
 def _mend(path: Path) -> None:
-    """Cut off a last line that a killed process has half written: Optuna would append to it."""
+    """Truncate a last line that a killed process has half written: Optuna would append to it."""
     if path.is_file():
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""A sweep: trainings with other values of some keys, several at once, in a folder that knows how far it has come."""
+"""A sweep: trainings with different values of some keys, several at once, in a folder that records progress."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from lockstep_lab.search.processes import Results
 
 SPEC = "sweep.json"
 _LOOK_EVERY_S = 0.3
-_SAME_FAILURES = 3  # in a row end a sweep
+_SAME_FAILURES = 3  # consecutive: they end a sweep
 _MOST_KILLS = 3  # of a trial
-_LEAST_ROOM = 2**20  # bytes: with less, a trial may have failed without a word
+_LEAST_ROOM = 2**20  # bytes: with less, a trial may have failed without a message
 _FULL = os.strerror(errno.ENOSPC)
-_ROOM = "free disk space, or repair permissions; the same command then goes on, with this trial, too"
+_ROOM = "free disk space, or repair permissions; then the same command continues, including this trial"
 
 
 class Training(Protocol):
     """A training in another process: see `processes.Process`."""
 
     def poll(self) -> int | None:
-        """The exit code. None: it runs."""
+        """The exit code. None: it is running."""
 
     def stop(self) -> None:
         """Ask it to save and to stop."""
@@ -46,7 +46,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True)
 class Order:
-    """What `lockstep sweep` was asked for."""
+    """The request to `lockstep sweep`."""
 
     target: str
     overrides: Sequence[str]
@@ -57,18 +57,18 @@ class Order:
     parallel: int = 1
     ranks: int = 1
     preset: str | None = None
-    """How this machine runs each trial: see `cli.config_preset`. `config` has its keys."""
+    """How this machine runs each trial: see `cli.config_preset`. `config` contains its keys."""
 
     def folder_of(self, number: int) -> Path:
         """The run directory of a trial."""
         return self.folder / f"trial-{number:04}"
 
     def log_of(self, number: int) -> Path:
-        """The file of a trial's output. Its run directory may be made anew."""
+        """The file of a trial's output. Its run directory may be recreated."""
         return self.folder / f"trial-{number:04}.log"
 
     def spec(self) -> dict[str, object]:
-        """What makes another sweep where it differs."""
+        """What identifies a sweep: with other values it is a different one."""
         keys = {f"config: {key}": value for key, value in config_file.training_keys(self.config).items()}
         spec = {"target": self.target, "overrides": list(self.overrides)} | self.grid.spec() | keys
         return dict(json.loads(json.dumps(spec, default=str)))
@@ -76,7 +76,7 @@ class Order:
 
 @dataclass
 class _Trial:
-    """A trial that runs."""
+    """A running trial."""
 
     open: study.Open
     slot: int
@@ -89,14 +89,14 @@ class _Trial:
 
 @contextlib.contextmanager
 def claimed(order: Order) -> Iterator[None]:
-    """Keep other sweeps out of the folder. Write what is asked for, or compare it with what was asked for before.
+    """Keep other sweeps out of the folder. Write the request, or compare it with the earlier one.
 
     Raises:
-        UsageError: another sweep runs there, or the folder is that of another sweep, or of something else.
+        UsageError: another sweep is running there, or the folder belongs to a different sweep, or to something else.
     """
     folder, path = order.folder, order.folder / SPEC
     if folder.is_dir() and not path.is_file() and any(one.name[0] != "." for one in folder.iterdir()):
-        what = "the folder is not empty, and is no sweep's: it has no sweep.json"
+        what = "the folder is not empty, and not a sweep's: it has no sweep.json"
         raise UsageError(what, where=str(folder), remedy="give a new folder with --run-dir")
     with contextlib.ExitStack() as held:
         try:
@@ -108,15 +108,15 @@ def claimed(order: Order) -> Iterator[None]:
             if not differs:
                 atomic.write_text(path, json.dumps(spec, indent=1))
         except locks.LockedError as error:
-            remedy = "wait for it, stop it, or give another folder with --run-dir"
-            raise UsageError(f"a sweep runs there: {error}", where=str(folder), remedy=remedy) from None
+            remedy = "wait for it, stop it, or give a different folder with --run-dir"
+            raise UsageError(f"a sweep is running there: {error}", where=str(folder), remedy=remedy) from None
         except (OSError, ValueError) as error:
-            remedy = "choose another place with --run-dir"
+            remedy = "choose a different folder with --run-dir"
             raise UsageError(f"cannot be used: {error}", where=str(folder), remedy=remedy) from error
         if differs:
             lines = [f"{name}: {before.get(name)!r} there, {spec.get(name)!r} here" for name in differs]
-            what = "\n    ".join(["the folder is that of another sweep:", *lines])
-            raise UsageError(what, where=str(folder), remedy="give the same, or another folder with --run-dir")
+            what = "\n    ".join(["the folder belongs to a different sweep:", *lines])
+            raise UsageError(what, where=str(folder), remedy="give the same values, or a new folder with --run-dir")
         try:
             yield
         except OSError as error:
@@ -127,9 +127,9 @@ class Sweep:
     """The loop of a sweep. The caller has claimed the folder.
 
     Args:
-        start: starts a training: gets the arguments of `lockstep`, the file of its output and variables.
-        tell: writes a line for people.
-        pause: waits between two looks at the trainings.
+        start: starts a training with the arguments of `lockstep`, the file for its output and variables.
+        tell: prints a line for people.
+        pause: waits between two polls of the trainings.
     """
 
     def __init__(
@@ -149,18 +149,18 @@ class Sweep:
         self.failures: list[str] = []
 
     def run(self) -> None:
-        """Make the trials that are missing, and wait for their end.
+        """Run the trials that are missing, and wait for their end.
 
         Raises:
-            Preempted: a signal asked to stop. All trials have saved, and the same sweep goes on.
-            TrainingError: three trials in a row failed alike.
+            Preempted: a signal asked to stop. All trials have saved, and the same command continues the sweep.
+            TrainingError: three consecutive trials failed in the same way.
             UsageError: the log of a trial has no such metric.
         """
         with signals.listening() as flag:
             flag.saves = True
             waiting = []
             for opened in self.study.left_open():
-                if opened.should_be_pruned():  # the sweep was killed before the trial had ended
+                if opened.should_be_pruned():  # the sweep was killed before the trial ended
                     opened.finish(study.PRUNED)
                 else:
                     waiting.append(opened)
@@ -177,7 +177,7 @@ class Sweep:
         if self.error is not None:
             raise self.error
         if self.stopped_by:
-            raise Preempted(f"stopped by {self.stopped_by}; the trials that ran have saved")
+            raise Preempted(f"stopped by {self.stopped_by}; the running trials have saved")
 
     def _is_free(self, waiting: int) -> bool:
         is_wanted = waiting > 0 or len(self.study) < self.order.trials
@@ -186,7 +186,7 @@ class Sweep:
     def _stop_all(self, reason: str) -> None:
         self.stopped_by = reason
         if self.running:
-            self.tell(f"{reason}: waiting until the trials that run have saved")
+            self.tell(f"{reason}: waiting until the running trials have saved")
         for trial in self.running:
             trial.training.stop()
 
@@ -200,7 +200,7 @@ class Sweep:
         folder, values = order.folder_of(opened.number), overrides_of(opened.values)
         self._wait_for_end_before(folder)
         kept = manifest.listed(folder / "checkpoints")
-        how = f"goes on from step {kept[0].step}" if kept else "begins"
+        how = f"resumes from step {kept[0].step}" if kept else "starts"
         self.tell(f"trial {opened.number:04} {how}: {' '.join(values)}")
         preset = [] if order.preset is None else ["--preset", order.preset]
         options = ["--nproc", str(order.ranks), *preset, "--run-dir", str(folder)]
@@ -208,17 +208,17 @@ class Sweep:
         return self.start(arguments, order.log_of(opened.number), self.environments[slot])
 
     def _wait_for_end_before(self, folder: Path) -> None:
-        """Wait until the ranks of a training or of a sweep that was killed have saved, and left the run directory."""
+        """Wait until the ranks of a killed training or sweep have saved and left the run directory."""
         told = False
         while locks.is_held(folder / ".lock") and signals.current().signal is None:
             if not told:
-                self.tell(f"waiting until the training in {folder} has ended, which an earlier start left")
+                self.tell(f"waiting for the end of the training in {folder}, which an earlier start left running")
             told = True
             self.pause()
 
     def _look(self, trial: _Trial) -> None:
-        """Take the results of a trial, and see whether it has ended."""
-        code = trial.training.poll()  # before its results: what it wrote last is then read
+        """Read the results of a trial, and check whether it has ended."""
+        code = trial.training.poll()  # before its results, so that its last output is read
         trial.results.read()
         name, names = self.order.grid.metric, trial.results.names
         others = [one for one in names if one.startswith("eval/")]
@@ -258,7 +258,7 @@ class Sweep:
             self.running.append(again)
         elif self.error is None:
             error = f"killed by signal {-code}" if code < 0 else processes.error_in(order.log_of(opened.number))
-            error = f"it has no {order.grid.metric}, or none that is a number" if code == 0 else error
+            error = f"it has no {order.grid.metric} that is a number" if code == 0 else error
             if code and (_FULL in error or shutil.disk_usage(order.folder).free < _LEAST_ROOM):
                 self.error = TrainingError(
                     f"{label} failed on a full disk:\n{error}", where=str(order.folder), remedy=_ROOM
@@ -270,7 +270,7 @@ class Sweep:
             self._count_failure(error)
 
     def _value(self, trial: _Trial) -> float | None:
-        """The result of the weights that the run keeps: the best where it keeps these, else the last."""
+        """The result of the weights that the run keeps: the best if it keeps these, else the last."""
         grid, kept, values = self.order.grid, self.order.config.checkpoint.best, trial.results.values
         if kept == (grid.direction, grid.metric):
             return trial.results.best(grid.direction)
@@ -280,8 +280,8 @@ class Sweep:
         self.failures.append(processes.kind_of(error))
         if len(self.failures) >= _SAME_FAILURES and len(set(self.failures[-_SAME_FAILURES:])) == 1:
             self.error = TrainingError(
-                f"{_SAME_FAILURES} trials in a row failed with the same error:\n{error}",
+                f"{_SAME_FAILURES} consecutive trials failed with the same error:\n{error}",
                 where=str(self.order.folder),
-                remedy="correct it; the same command then goes on with the next trial",
+                remedy="correct it; then the same command continues with the next trial",
             )
             self._stop_all("three failures")

@@ -34,7 +34,7 @@ class Ranked:
 
     @property
     def best(self) -> Record | None:
-        """The best trial that is done. None: none is."""
+        """The best finished trial. None: there is none."""
         return self.records[0] if self.records and self.records[0].state == DONE else None
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
@@ -51,14 +51,14 @@ class Ranked:
 
 
 def shown(record: Record) -> float | None:
-    """The result of a trial that a table shows: of one that is not done, its last. None: there is none."""
+    """The result of a trial that a table shows: of an unfinished trial, its last. None: there is none."""
     if record.state == DONE:
         return record.value
     return record.results[-1] if record.results else None
 
 
 def ranked(order: Order, found: study.Study) -> Ranked:
-    """The trials of a sweep: those that are done by their result, then the pruned, then the others."""
+    """The trials of a sweep: finished ones by their result, then pruned ones, then the others."""
     sign = -1.0 if order.grid.direction == "max" else 1.0
     states = {DONE: 0, PRUNED: 1}
 
@@ -80,7 +80,7 @@ def table(results: Ranked) -> str:
 
 
 def command(results: Ranked) -> str:
-    """The command that trains the best. A preset takes precedence over a file, and not over keys of the command."""
+    """The command that trains the best. A preset overrides a file, but not keys of the command line."""
     order, words = results.order, list[str]()
     if order.preset is not None and results.best is not None:
         words = [*order.overrides, *overrides_of(results.best.values), "--preset", order.preset]
@@ -88,7 +88,7 @@ def command(results: Ranked) -> str:
 
 
 def write(results: Ranked) -> list[Path]:
-    """Write the page, and the config of the best trial where there is one. Returns the files."""
+    """Write the page and, if there is a best trial, its config. Returns the files."""
     order, best = results.order, results.best
     files = [order.folder / PAGE]
     atomic.write_text(files[0], html(results))
@@ -156,7 +156,7 @@ def _scatters(results: Ranked) -> list[Chart]:
 
 
 def _curves(results: Ranked) -> Sequence[charts.Chart]:
-    """The metric over the steps, of the first trials of the table."""
+    """The metric over the steps, for the first trials of the table."""
     metric, lines = results.order.grid.metric, []
     for one in results.records:
         folder = results.order.folder_of(one.number)

@@ -1,7 +1,7 @@
-"""The process of a trial: `python -m lockstep_lab.search.trial_process train ...` is `lockstep train ...` on a lead.
+"""The process of a trial: `python -m lockstep_lab.search.trial_process train ...` is `lockstep train ...` on a leash.
 
 Its standard input is a pipe from the sweep. When the pipe is closed, because the sweep asks for the end or has been
-killed, the training gets SIGTERM: it saves, and stops.
+killed, the training gets SIGTERM: it saves and stops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The task of a verification. Checks read samples by index, so a stream is replaced by its first samples."""
+"""The task of a verification. Checks read samples by index, so the first samples of a stream replace it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.core.task import Task
 from lockstep.trainer.trainer import Trainer
 
 MOST_OF_STREAM = 1000
-"""Samples of a stream that take its place: the first."""
+"""The number of samples that replace a stream: the first ones."""
 
 
 class FirstSamples(Dataset[Any]):
-    """The first samples of a stream, by index. Each process reads them when it needs the first of them."""
+    """The first samples of a stream, by index. Each process reads them when it first needs one."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.length = stream, min(stream.length or MOST_OF_STREAM, MOST_OF_STREAM)
@@ -35,7 +35,7 @@ class FirstSamples(Dataset[Any]):
 
 
 def task_of(trainer: Trainer) -> Task:
-    """The task of a trainer's config, whose training data have samples by index."""
+    """The task of a trainer's config, with training data that have samples by index."""
     task = trainer.task()
     task.train_data = functools.partial(_by_index, task.train_data)  # type: ignore[method-assign]
     return task

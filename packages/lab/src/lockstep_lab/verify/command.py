@@ -1,4 +1,4 @@
-"""`lockstep verify`: make the checks one after the other, and write their results down."""
+"""`lockstep verify`: run the checks one after the other, and write their results."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def verify(
         checks: names of checks; empty: all.
         quick: shorter trainings.
         steps: of each training that is compared with another; None: 12, or 8 with `quick`.
-        tell: gets a line of text for each check.
+        tell: receives a line of text for each check.
         wrap: for tests: calls the function on a rank.
-        workers: for tests: workers that have started already.
+        workers: for tests: workers that are already running.
 
     Raises:
         UsageError: an unknown check, a folder that cannot be written, a config that does not fit the model, fewer GPUs
@@ -61,9 +61,9 @@ def verify(
     _check_arguments(checks, steps)
     if config["device"] == "mps":
         raise UsageError(
-            "verify trains in float64 and on several ranks, and mps has neither",
+            "verify trains in float64 and on several ranks; mps supports neither",
             where="device=mps",
-            remedy="use device=cpu: the checks are about the training, and not about the device",
+            remedy="use device=cpu: the checks test the training, not the device",
         )
     config = _with_one_evaluation_set(_on_device_for(config, nproc, tell), tell)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -99,7 +99,7 @@ def verify(
 
 
 def _check_arguments(checks: Sequence[str], steps: int | None) -> None:
-    """Raises UsageError where there is no such check, or the steps are too few to check anything."""
+    """Raises UsageError if there is no such check, or the steps are too few to check anything."""
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:
         remedy = f"{did_you_mean(unknown[0], CHECKS)}There are: {', '.join(CHECKS)}"
@@ -114,7 +114,7 @@ def make_folder(run_dir: Path) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="verify-", dir=run_dir))
     except OSError as error:
-        raise _cannot_write(UsageError, error, run_dir, remedy="choose another place with --run-dir") from error
+        raise _cannot_write(UsageError, error, run_dir, remedy="choose a different folder with --run-dir") from error
 
 
 def write(result: VerifyResult, run_dir: Path) -> None:
@@ -142,7 +142,7 @@ def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:
         raise LockstepError(
             f"the task does not run: {failed.error}",
             where=str(run_dir / LOG),
-            remedy="repair it; that file has its traceback",
+            remedy="fix it; that file has the traceback",
         ) from None
 
 
@@ -160,19 +160,19 @@ def _make_check(name: str, experiments: Experiments) -> CheckResult:
 
 
 def _failure(failed: ExperimentFailed, experiments: Experiments) -> str:
-    """Words for an experiment that failed, with a likely cause."""
+    """Words for a failed experiment, with a likely cause."""
     words = f"the experiment failed: {failed}"
     collectives = experiments.probe().collectives
     if not collectives or failed.known:
         return words
     return (
-        f"{words}. Task.loss makes collectives of its own ({', '.join(collectives[:3])}): all ranks must make them "
-        "equally often, also in an evaluation, with tensors of the same shape, also for the last samples of an epoch"
+        f"{words}. Task.loss makes collectives ({', '.join(collectives[:3])}): all ranks must make them "
+        "equally often, also in evaluations, with tensors of equal shape, also for the last samples of an epoch"
     )
 
 
 def _announce(name: str) -> None:
-    """Print the name of the check that begins, on a terminal. The line of its result replaces it."""
+    """Print the name of the check that begins, on a terminal. The line with its result replaces it."""
     if sys.stdout.isatty():
         print(f"{name} ...", end="\r", flush=True)
 
@@ -180,14 +180,14 @@ def _announce(name: str) -> None:
 def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], None]) -> dict[str, Any]:
     """`config` with a device on which `nproc` ranks can compute.
 
-    Most checks compare ranks. So `auto` stands for the CPU where there are GPUs, but fewer than ranks. This process
-    only counts the GPUs: it starts none, whose memory it would take.
+    Most checks compare ranks. So `auto` means the CPU if there are fewer GPUs than ranks. This process only counts the
+    GPUs: it initializes none, which would take its memory.
 
     Raises:
         UsageError: device=cuda, and fewer GPUs than ranks.
     """
     if devices.rather_than_mps(config["device"]) != config["device"]:
-        tell("note: the checks need float64 and several ranks, which mps lacks, so they are made on the CPU")
+        tell("note: the checks need float64 and several ranks, which mps lacks, so they run on the CPU")
         return {**config, "device": "cpu"}
     gpus = devices.gpus() if config["device"] in ("auto", "cuda") else 0
     if not 0 < gpus < nproc:
@@ -200,7 +200,7 @@ def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], 
             remedy=f"use device=cpu, which shows the same about the training, or --nproc {gpus}"
             + (" for the checks that a single rank can show" if gpus == 1 else ""),
         )
-    tell(f"note: {counted}, so the checks are made on the CPU; --nproc {gpus} makes them on the GPU{'s' * (gpus > 1)}")
+    tell(f"note: {counted}, so the checks run on the CPU; --nproc {gpus} runs them on the GPU{'s' * (gpus > 1)}")
     return {**config, "device": "cpu"}
 
 
@@ -210,5 +210,5 @@ def _with_one_evaluation_set(config: Mapping[str, Any], tell: Callable[[str], No
     if not isinstance(sets, Mapping):
         return config
     name, source = next(iter(sets.items()))
-    tell(f"note: of {len(sets)} sets of evaluation data, {name} is used")
+    tell(f"note: uses {name}, the first of {len(sets)} sets of evaluation data")
     return {**config, "data": {**config["data"], "eval": source}}

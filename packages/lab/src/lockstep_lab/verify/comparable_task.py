@@ -1,4 +1,4 @@
-"""A user's task without dropout, batch statistics and coarse rounding, so that different runs of it can be compared."""
+"""A user's task without dropout, batch statistics and coarse rounding, so that its runs can be compared."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @dataclass(frozen=True)
 class TaskChanges:
-    """The changes in a task, so that two runs can be compared."""
+    """The changes to a task that make two runs comparable."""
 
     exact: bool = False
     """No dropout, and BatchNorm with fixed statistics."""
     float64: bool = False
     """Model and inputs in float64."""
     reverse: bool = False
-    """The samples of each micro-batch in reversed order: the same sums, rounded in another way."""
+    """The samples of each micro-batch in reversed order: the same sums, rounded differently."""
     train_samples: int | None = None
     """This many training samples, evenly spread over the data set; None: all."""
     eval_samples: int | None = None
     """The same for evaluation samples."""
     no_augmentation: bool = False
-    """Training samples are prepared as for evaluation, if they then have the form that they have in training."""
+    """Training samples are prepared as for evaluation, if they then have the form of training samples."""
     same_in_each_epoch: bool = False
-    """Training samples are read and prepared once, in epoch 0, and are the same in every epoch. For a few samples."""
+    """Training samples are read and prepared once, in epoch 0, and stay the same. For a few samples."""
     note_generators: bool = False
     """The states of the global generators before each training loss are kept in `ComparableTask.generator_states`."""
     fixed_buffers: tuple[str, ...] = ()
-    """Names of buffers that a forward pass moves, and that are put back after each pass."""
+    """Names of buffers that a forward pass changes, and that are restored after each pass."""
     disturb_generators: bool = False
-    """The global generators get other states after a micro-batch was read and before its forward pass."""
+    """The global generators get different states between reading a micro-batch and its forward pass."""
 
 
 def _form(value: Any) -> Any:
@@ -69,8 +69,8 @@ def _form(value: Any) -> Any:
 class ComparableTask(Task):
     """`task` with `changes`, and otherwise the same.
 
-    Methods that nothing changes are the task's own bound methods. The engine asks whether a method is the default, and
-    so takes the same path as in training. For the same reason batches become float64 where they are used, and not in
+    Methods that nothing changes are the task's own bound methods. The engine tests whether a method is the default, and
+    so takes the same path as in training. For the same reason, batches become float64 where they are used, and not in
     `collate`.
     """
 
@@ -138,7 +138,7 @@ class ComparableTask(Task):
         as_trained = self.task.prepare(copy.deepcopy(sample), epoch, True)
         try:
             plain = self.task.prepare(sample, epoch, False)
-        except Exception:  # evaluation samples may have another form, for which alone `prepare` has this branch
+        except Exception:  # evaluation samples may have a different form, and only then `prepare` has this branch
             return as_trained
         return plain if _form(plain) == _form(as_trained) else as_trained
 
@@ -161,7 +161,7 @@ class ComparableTask(Task):
             return self.task.loss(model, self._converted(batch))
 
     def loss_of(self, name: str, model: nn.Module, batch: Any) -> Any:
-        """The loss of a player, where the task has players."""
+        """The loss of an alternating optimizer, if the task has any."""
         with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
             return self.task.loss_of(name, model, self._converted(batch))  # type: ignore[attr-defined]
 
@@ -199,7 +199,7 @@ def to_float64(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def buffers_put_back(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Inside, the buffers `names` are copies, so that a forward pass moves the copies and not the buffers."""
+    """Inside, the buffers `names` are copies, so a forward pass changes the copies and not the buffers."""
     places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     buffers = [module.get_buffer(key) for module, key in places]
     for (module, key), buffer in zip(places, buffers, strict=True):
@@ -212,12 +212,12 @@ def buffers_put_back(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def batch_norm_modules(model: nn.Module) -> list[Any]:
-    """The BatchNorm modules, whose result depends on which samples share a micro-batch."""
+    """The BatchNorm modules, whose results depend on which samples share a micro-batch."""
     return [module for module in model.modules() if isinstance(module, _BATCH_NORM)]
 
 
 def freeze_statistics(norm: nn.Module) -> None:
-    """Let BatchNorm use its running statistics, also when the model is put into training mode."""
+    """Make BatchNorm use its running statistics, even if the model is put into training mode."""
     norm.eval()
     norm.train = types.MethodType(lambda self, mode=True: self, norm)  # type: ignore[method-assign]
 
@@ -251,7 +251,7 @@ class DropoutDisabled(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             args = [*args[:4], 0.0, *args[5:]] if len(args) > 4 else args
             options |= {} if len(args) > 4 else {"dropout_p": 0.0}
-        if func is functional.multi_head_attention_forward:  # torch switches this mode off inside of that function
+        if func is functional.multi_head_attention_forward:  # torch disables this mode inside that function
             args = [*args[:10], 0.0, *args[11:]] if len(args) > 10 else args
             options |= {} if len(args) > 10 else {"dropout_p": 0.0}
         return func(*args, **options)
@@ -308,7 +308,7 @@ class _Prepared(Dataset[Any]):
 def _subset(data: Any, count: int | None) -> Dataset[Any]:
     """`count` samples, evenly spread, because data sets are often sorted by class.
 
-    A part of a `TensorDataset` is a `TensorDataset`, which the engine reads in another way than other data sets.
+    A part of a `TensorDataset` is a `TensorDataset`, which the engine reads differently from other data sets.
     """
     length = len(data)
     if count is None or count >= length:

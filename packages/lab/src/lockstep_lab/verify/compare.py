@@ -1,4 +1,4 @@
-"""The distance of two trainings, and the distance to which rounding alone may bring them."""
+"""The distance of two trainings, and the distance that rounding alone explains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep_lab.verify.reference.checkpoint import SavedState
 from lockstep_lab.verify.reference.data import numbers
 
 SAFETY = 30.0
-"""Factor on measured rounding: a single measurement may be lucky."""
-_LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a small fault could hide in a larger bound
+"""Factor on measured rounding: a single measurement may be low by chance."""
+_LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a larger bound could hide a small fault
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Difference:
 
     @property
     def largest(self) -> float:
-        """Of weights and losses; infinite where tensors are missing."""
+        """Of weights and losses; infinite if tensors are missing."""
         return math.inf if self.missing else max(self.weights, self.losses)
 
 
@@ -75,7 +75,7 @@ def _norm_of_difference(first: Tensor, second: Tensor) -> float:
 
 
 def curve_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """Largest difference between two curves, relative to their largest value; infinite where their lengths differ."""
+    """Largest difference between two curves, relative to their largest value; infinite if their lengths differ."""
     if len(first) != len(second):
         return math.inf
     scale = max((abs(value) for value in (*first, *second)), default=1.0) or 1.0
@@ -91,14 +91,14 @@ def first_difference(first: Sequence[float], second: Sequence[float], bound: flo
 
 
 def first_difference_of_runs(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
-    """(step counted from 0, words) of the first difference between two trainings; None where they are the same."""
+    """(step counted from 0, words) of the first difference between two trainings; None if they are the same."""
     losses, other_losses = first[0].losses_by_step, again[0].losses_by_step
     for step in sorted(losses.keys() | {step for recording in first for step in recording.batches}):
         for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
             if recording.batches.get(step) != other.batches.get(step):
                 return step, (
-                    f"rank {rank} gets another batch in step {step + 1} of a second run: reading or preparing a sample "
-                    "draws random numbers that (seed, epoch, sample) do not determine, such as those of "
+                    f"rank {rank} gets a different batch in step {step + 1} of a second run: reading or preparing a "
+                    "sample draws random numbers that (seed, epoch, sample) do not determine, such as those of "
                     "numpy.random.default_rng()"
                 )
         loss, other_loss = losses.get(step), other_losses.get(step)
@@ -118,7 +118,7 @@ def first_difference_of_runs(first: list[Recording], again: list[Recording]) -> 
 
 
 def differing_names(first: SavedState, second: SavedState) -> list[str]:
-    """Names of the tensors and plain values that are not the same, bit for bit, in two checkpoints."""
+    """Names of the tensors and plain values that are not bitwise equal in two checkpoints."""
     names = sorted(first.names ^ second.names)
     both = first.names & second.names
     for (name, tensor), (_, counterpart) in zip(first.read(both), second.read(both), strict=True):
@@ -130,7 +130,7 @@ def differing_names(first: SavedState, second: SavedState) -> list[str]:
 
 
 def _plain_values(checkpoint: SavedState) -> dict[str, object]:
-    """The values that a checkpoint holds besides tensors."""
+    """The values of a checkpoint that are not tensors."""
     return {key: checkpoint.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(checkpoint.values)
 
 
@@ -142,15 +142,15 @@ def rounding_bound(noise: Difference, *, epsilon: float, steps: int) -> float:
     """The largest difference that rounding explains.
 
     Args:
-        noise: between two runs of this training on one process that add their samples in another order. It measures how
-            this very training amplifies rounding. A single such run may be lucky, so the bound is 30 times the noise.
+        noise: between two runs of this training on one process that add their samples in a different order. It measures
+        how this training amplifies rounding. A single run may be low by chance, so the bound is 30 times the noise.
         epsilon: relative rounding of the number format.
-        steps: of the training. The bound is at least 30 roundings times the square root of the steps, to which random
-            roundings add up.
+        steps: of the training. The bound is at least 30 roundings times the square root of the steps, because random
+        roundings add up like that.
     """
     return max(SAFETY * noise.largest, SAFETY * epsilon * math.sqrt(steps))
 
 
 def is_too_large(bound: float) -> bool:
-    """True if a fault could hide in a bound."""
+    """True if a bound could hide a fault."""
     return not bound <= _LARGEST_USEFUL_BOUND

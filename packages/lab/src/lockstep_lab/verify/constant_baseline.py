@@ -21,9 +21,9 @@ from lockstep_lab.verify.free_outputs import FreeOutputs, fit_outputs
 from lockstep_lab.verify.reference.evaluation import evaluate_constants, evaluate_model
 
 _EVAL_SAMPLES = 2000
-_MOST_CLASSES = 10  # of which each is tried as the answer to everything; the most frequent ones, where there are more
-_CERTAIN = 30.0  # is added to the output of a class, which makes its probability 1 to rounding
-_STANDARD_ERRORS = 2.6  # chance alone gives more once in 200 trainings
+_MOST_CLASSES = 10  # each is tried as the constant answer; if there are more, the most frequent ones
+_CERTAIN = 30.0  # added to the output of a class, this makes its probability 1 up to rounding
+_STANDARD_ERRORS = 2.6  # by chance, more happens once in 200 trainings
 
 
 @dataclass
@@ -33,25 +33,25 @@ class ConstantBaseline:
     values: dict[str, float] = field(default_factory=dict)
     """The loss of the best constant output. For each metric, the best value of any constant output that was tried."""
     units: float = 0.0
-    """Number of units (samples, labels, pixels) of the evaluation data; of the head that has most of them."""
+    """Number of units (samples, labels, pixels) of the evaluation data; of the head with the most."""
     untrained: dict[str, float] = field(default_factory=dict)
     """Of the model before training."""
     higher_is_better: dict[str, bool] = field(default_factory=dict)
-    """By metric, where torchmetrics knows it."""
+    """By metric, if torchmetrics knows it."""
     obstacle: str = ""
     """Why there are no values."""
     no_data: bool = False
-    """There is no evaluation data."""
+    """Whether there is no evaluation data."""
     no_predict: bool = False
-    """The task has no `predict`."""
+    """Whether the task has no `predict`."""
 
     @property
     def comparable_metrics(self) -> list[str]:
-        """Names of the metrics of which it is known whether higher values are better."""
+        """Names of the metrics whose direction is known: whether higher values are better."""
         return [name for name in self.values if name in self.higher_is_better]
 
     def chance(self, name: str) -> float:
-        """The margin over a constant output that a model without knowledge may have by chance; 0 where it is not known.
+        """The margin over a constant output that an untrained model may have by chance; 0 if unknown.
 
         A mean of n values between 0 and 1 has a standard error of at most sqrt(p (1 - p) / n), where p is the mean.
         """
@@ -61,7 +61,7 @@ class ConstantBaseline:
         return _STANDARD_ERRORS * math.sqrt(value * (1 - value) / self.units)
 
     def is_beaten(self, name: str, value: float) -> bool:
-        """True if `value` of the metric `name` is better than that of all constant outputs by more than chance."""
+        """True if `value` of the metric `name` beats all constant outputs by more than chance."""
         constant = self.values[name]
         return self.is_better(name, value, constant) and abs(value - constant) > self.chance(name)
 
@@ -88,7 +88,7 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
             baseline.values = evaluate_model(task, constant, config, world.device)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            baseline.obstacle = f"no constant output could be fitted in place of the model's output: {reason}"
+            baseline.obstacle = f"no constant output could be fitted instead of the model's output: {reason}"
             baseline.values = {}
             return baseline
         metrics, _ = task_checks.metrics(task)
@@ -106,13 +106,13 @@ def _try_classes(
     config: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Let the constant output be certain of one class after the other, and keep the best value of each metric.
+    """Make the constant output certain of one class after the other, and keep the best value of each metric.
 
-    The loss has one best constant, and a metric often another: the class that is most frequent in the evaluation data.
+    The loss has one best constant, but a metric often a different one: the most frequent class of the evaluation data.
     """
     fitted = [output.detach().clone() for output in outputs.outputs]
     largest = max((output.numel() for output in fitted), default=0)
-    # A single number stands for two classes.
+    # A single number encodes two classes.
     constants = [
         [_certain(output, place) for output in fitted]
         for place in range(min(largest, _MOST_CLASSES) if largest > 1 else 2 * largest)
@@ -126,7 +126,7 @@ def _try_classes(
 
 
 def _certain(fitted: torch.Tensor, place: int) -> torch.Tensor:
-    """A constant output that is certain of the class at `place`, where the most frequent class has place 0.
+    """A constant output that is certain of the class at `place`. The most frequent class has place 0.
 
     Classes are in the last dimension, or are the channels of a map.
     """

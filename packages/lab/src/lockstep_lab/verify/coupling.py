@@ -1,4 +1,4 @@
-"""Is the loss of a batch the sum over its parts? Otherwise it is a mean, or samples influence each other."""
+"""Is the loss of a batch the sum over its parts? If not, it is a mean, or samples influence each other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep_lab.verify.meeting_place import Results, meeting_place
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.step_operations import CoarseOperations, ComparingOperations
 
-COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
-_IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves, in coarse formats
-_SHRINKS = 0.8  # of the loss per unit: a sum over samples with their negatives grows, and a mean has about 0.6
+COUPLED = 1e3  # roundings; if the loss is further off, samples influence each other
+_IS_MEAN = 1e-3  # relative difference below which a batch's loss is the mean over its halves, in coarse formats
+_SHRINKS = 0.8  # of the loss per unit: a sum over samples with their negatives grows, a mean has about 0.6
 
 Batch = tuple[Any, int]
 """With its number of samples."""
@@ -27,12 +27,12 @@ Batch = tuple[Any, int]
 
 @dataclass
 class Coupling:
-    """The facts that a batch and its halves show about the loss."""
+    """The facts about the loss that a batch and its halves show."""
 
     epsilon: float = 0.0
-    """Relative rounding of the coarsest number format in which the model or the loss computes."""
+    """Relative rounding of the coarsest number format that the model or the loss uses."""
     coarse: str = ""
-    """This number format and a place, where the model or the loss converts to it on the way."""
+    """This number format and a place, if the model or the loss converts to it on the way."""
     own_backwards: list[str] = field(default_factory=list)
     """Classes of `torch.autograd.Function` in the graph of the loss, with file and line."""
     coupling: float = 0.0
@@ -40,13 +40,13 @@ class Coupling:
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
     meets_at: str = ""
-    """The operation in which samples first influence each other, and its place; empty where it is not known."""
+    """The operation in which samples first influence each other, and its place; empty if unknown."""
     without_labels: bool = False
     """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False
-    """True if the loss makes a number for each pair of samples, or sorts them, and outputs do not couple samples."""
+    """True if the loss has a number for each pair of samples, or sorts them, and outputs do not couple samples."""
     compares_samples: str = ""
-    """The way in which the loss compares the samples of a batch on purpose; empty where it does not."""
+    """How the loss compares the samples of a batch on purpose; empty if it does not."""
 
 
 def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> Coupling:
@@ -89,17 +89,16 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
         comparison = _comparison(record, records)
         found.has_comparison = bool(comparison)
         if found.coupling > COUPLED * found.epsilon:
-            # With labels, a loss that mixes samples in another way does so by mistake more often than not.
+            # With labels, a loss that mixes samples in another way more often does so by mistake.
             found.compares_samples = comparison or ("as it has no labels" if found.without_labels else "")
     return found
 
 
 def shrinking_heads(task: Task, model: nn.Module, batches: Sequence[Batch]) -> list[str]:
-    """Heads whose loss per unit is much smaller for a batch than for its halves, as that of a mean is.
+    """Heads whose loss per unit is much smaller for a batch than for its halves, as for a mean.
 
-    This is for a loss that compares samples, of which neither the sum nor the mean adds up. With more samples to be
-    compared with, the loss of a sample grows, for example from log(n) to log(2 n), and the mean over a batch is divided
-    by twice as many units.
+    This is for a loss that compares samples, whose sum and mean do not add up. With more samples to compare, the loss
+    of a sample grows, for example from log(n) to log(2 n), and the mean over a batch is divided by twice as many units.
 
     Args:
         batches: a batch and its halves, of as many samples as possible.
@@ -137,7 +136,7 @@ class _Record:
         return all(tensor.untyped_storage().data_ptr() in entered for tensor in tensors)
 
     def is_uncoupled(self, parts: Sequence[_Record]) -> bool:
-        """True if there are outputs, and they are those of `parts`, one after the other."""
+        """True if there are outputs, and they are those of `parts` in order."""
         if not self.outputs or any(len(part.outputs) != len(self.outputs) for part in parts):
             return False
         for output, *of_parts in zip(self.outputs, *(part.outputs for part in parts), strict=True):
@@ -151,9 +150,9 @@ class _Record:
 
 @contextlib.contextmanager
 def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
-    """Inside, the outermost calls of modules of the model are recorded, and what a loss does between them.
+    """Inside, the outermost calls of the model's modules are recorded, and what a loss does between them.
 
-    A loss may call parts of the model by themselves, or the model several times.
+    A loss may call parts of the model separately, or the model several times.
     """
     record, calls = _Record(samples), 0
 
@@ -184,7 +183,7 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
 
 
 def _comparison(whole: _Record, halves: Sequence[_Record]) -> str:
-    """The operation by which a loss compares samples, and its place; empty where there is none."""
+    """The operation with which a loss compares samples, and its place; empty if there is none."""
     of_halves = [set(half.comparing.found) for half in halves]
     common = (found for found in whole.comparing.found if all(found in of_half for of_half in of_halves))
     return next((f"with {name} at {place}" for name, place, _ in common), "")

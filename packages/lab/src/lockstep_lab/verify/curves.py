@@ -10,9 +10,9 @@ from itertools import groupby
 from lockstep_lab.report.markup import Markup, element, shortened
 
 _MOST_POINTS = 400  # of a curve
-_HUGE = 1e300  # larger numbers are not drawn: neither infinity and nan, nor numbers whose difference is infinite
+_HUGE = 1e300  # larger numbers are not drawn, nor infinity, nan, or numbers with an infinite difference
 _COLOURS = ["#3b82c4", "#d9731a", "#2f9e5b", "#a05cc8", "#d6498a", "#1a9aa8"]  # legible on light and on dark
-_DASHES = ["none", "8 6", "2 5", "12 4 2 4", "5 3"]  # a line below another shows through
+_DASHES = ["none", "8 6", "2 5", "12 4 2 4", "5 3"]  # a covered line shows through
 _WIDTH, _LETTER = 760, 6.7  # of a chart, and of a letter, in units of the SVG
 
 
@@ -47,7 +47,7 @@ class _Axis:
 
 
 def charts(curves: Mapping[str, list[float]]) -> list[Markup]:
-    """A chart of the curves. Below it a chart of how far each is from the first, for curves with as many steps."""
+    """A chart of the curves. Below it, for curves with equally many steps, a chart of the distance from the first."""
     lines = [_Line(name, curve, number, _undrawn(curve)) for number, (name, curve) in enumerate(curves.items())]
     (first, reference), *others = curves.items()
     differences: list[_Line] = []
@@ -67,7 +67,7 @@ def charts(curves: Mapping[str, list[float]]) -> list[Markup]:
 
 
 def _undrawn(curve: Sequence[float]) -> str:
-    """A remark about values of a curve that cannot be drawn; empty where there are none."""
+    """A remark about values of a curve that cannot be drawn; empty if there are none."""
     if not curve:
         return "no steps"
     missing = [step for step, value in enumerate(curve, 1) if not abs(value) < _HUGE]
@@ -121,9 +121,9 @@ def _chart(lines: Sequence[_Line], *, label: str, height: int, log: bool) -> Mar
 
 
 def _linear(low: float, high: float, most: int, least: float = 0.0) -> tuple[float, float, list[tuple[float, str]]]:
-    """A range that holds both numbers with some room, and at most about `most` round ticks in it.
+    """A range that contains both numbers with some margin, and about `most` round ticks in it.
 
-    least: the least distance of ticks; with it, the range has no room.
+    least: the least distance of ticks; with it, the range has no margin.
     """
     largest = max(abs(low), abs(high))
     room = 0.0 if least else (high - low) / 25

@@ -1,4 +1,4 @@
-"""Is a model that is cut over tensor groups the whole model? Where not: the first module or gradient that differs."""
+"""Does a model that is sharded over tensor groups equal the whole one? If not: the first difference."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lockstep_lab.verify.reference import data
 _ROUNDINGS = 1000.0
 _SAMPLES = 8
 Outputs = dict[tuple[str, int], list[Tensor]]
-"""By the name of a module and the number of its call: the tensors that it gave, in the order of their ends."""
+"""By the name of a module and the number of its call: the tensors that it returned, in the order of their ends."""
 
 
 def examined(experiments: Any) -> str:
-    """What `first_difference` says of the config of `experiments`. Empty: nothing, or its ranks form no mesh."""
+    """What `first_difference` reports about the config of `experiments`. Empty: nothing, or its ranks form no mesh."""
     if experiments.groups == experiments.nproc:
         return ""
     config = experiments.short_config(parallel__param_dtype=None, parallel__reduce_dtype=None)
@@ -41,16 +41,16 @@ def examined(experiments: Any) -> str:
 
 
 def other_batches(experiments: Any, recordings: Sequence[Recording]) -> str:
-    """A complaint if the ranks of a tensor group get other batches; else empty."""
+    """A complaint if the ranks of a tensor group get different batches; else empty."""
     tensor = experiments.nproc // experiments.groups
     for rank, recording in enumerate(recordings):
         if recording.batches != recordings[rank - rank % tensor].batches:
-            return f"ranks {rank - rank % tensor} and {rank} are of one tensor group, and get other batches"
+            return f"ranks {rank - rank % tensor} and {rank} are in one tensor group, but get different batches"
     return ""
 
 
 def parts(name: str, tensor: Tensor, shares: Sequence[StateDigests]) -> Iterator[tuple[Tensor, Digest]]:
-    """The parts of a whole tensor that ranks held, and the digests of what they held."""
+    """The shards of a whole tensor on the ranks, and their digests."""
     for share in shares:
         for key in [key for key in share if key.partition("[")[0] == name]:
             start, rows, digest = share[key]
@@ -60,13 +60,13 @@ def parts(name: str, tensor: Tensor, shares: Sequence[StateDigests]) -> Iterator
 
 
 def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: float) -> str:
-    """Words for the first module that gives other numbers in the model that is cut than in the whole model, or for the
-    gradient that differs most. Empty: on this rank, none does. All ranks call it.
+    """Words for the first module whose output differs between the sharded and the whole model, or for the gradient that
+    differs most. Empty: on this rank, none does. All ranks call it.
 
     Both models have the same weights and get the same samples.
 
     Raises:
-        UsageError: the config or the plan does not fit a mesh, or a module fails in the model that is cut; names it.
+        UsageError: the config or the plan does not fit a mesh, or a module fails in the sharded model; names it.
     """
     trainer = Trainer(config, quiet=True)
     task, other = (ComparableTask(task_of(trainer), changes) for _ in range(2))  # a task may keep its model
@@ -95,7 +95,7 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
             except LockstepError:
                 raise
             except Exception as error:
-                what = f"{entered[-1] if entered else 'Task.loss'} fails where the model is cut: {error}"
+                what = f"{entered[-1] if entered else 'Task.loss'} fails in the sharded model: {error}"
                 where = f"parallel.tensor={world.tensor}"
                 raise UsageError(
                     what.splitlines()[0], where=where, remedy="see lockstep --explain mesh, The plan"
@@ -105,7 +105,7 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
 
 
 def _take_values(whole: nn.Module, cut: nn.Module) -> None:
-    """Give the whole model the weights and buffers of the model that is cut. All ranks call it."""
+    """Give the whole model the weights and buffers of the sharded model. All ranks call it."""
     parameters, buffers = dict(cut.named_parameters()), dict(cut.named_buffers())
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
@@ -116,7 +116,7 @@ def _take_values(whole: nn.Module, cut: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _outputs(model: nn.Module) -> Iterator[tuple[Outputs, list[str]]]:
-    """Inside, what each module gives, and the names of the modules in whose calls a pass is."""
+    """Inside, the outputs of each module, and the names of the modules whose calls a pass is in."""
     found: Outputs = {}
     entered: list[str] = []
     calls = Counter[str]()
@@ -147,10 +147,10 @@ def _in_outputs(expected: Outputs, found: Outputs, world: World, epsilon: float)
             apart = torch.where((part == cut) | (part.isnan() & cut.isnan()), 0, part.double() - cut)  # masks have inf
             off = float(apart.norm() / part.double()[part.isfinite()].norm().clamp(min=1e-300))
             if not off <= _ROUNDINGS * epsilon:
-                right = f", and {before} before it is right" if before else ""
+                right = f", and {before} before it is correct" if before else ""
                 return (
                     f"The plan does not fit the model: the first module that differs is {name} ({off:.2g} off){right}. "
-                    "A softmax or a norm may work across cut outputs there, or the plan may lack layers that belong "
+                    "A softmax or a norm may span sharded outputs there, or the plan may lack layers that belong "
                     "together"
                 )
             before = name
@@ -158,9 +158,10 @@ def _in_outputs(expected: Outputs, found: Outputs, world: World, epsilon: float)
 
 
 def _part_of(whole: Tensor, shape: torch.Size, world: World) -> Tensor | None:
-    """The part of an output that this rank should have, of this shape. None: it is not known.
+    """The shard of an output that this rank should have, of this shape. None: unknown.
 
-    It is the whole, or this rank's share of one dimension. The first stands for the samples, and is never cut.
+    It is the whole output, or this rank's share of one dimension. The first dimension is that of samples and never
+    sharded.
     """
     if whole.shape == shape:
         return whole
@@ -179,7 +180,7 @@ def _in_gradients(whole: nn.Module, grads: Mapping[str, Tensor], epsilon: float)
     if not worst or apart[worst] <= _ROUNDINGS * epsilon * length:
         return ""
     return (
-        f"The plan does not fit the model: all modules give the whole model's outputs, but the gradient of {worst} "
-        f"is {apart[worst] / length:.2g} of the whole gradient off. A module that works on its rank's part, such as a "
+        f"The plan does not fit the model: all modules return the whole model's outputs, but the gradient of {worst} "
+        f"is {apart[worst] / length:.2g} of the whole gradient off. A module that works on its rank's shard, such as a "
         "norm within each head, needs the style replicated_with_grad_allreduce"
     )

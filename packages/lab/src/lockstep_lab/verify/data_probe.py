@@ -1,4 +1,4 @@
-"""Data that make a metric better than it should be: samples that are in both data sets, labels among inputs."""
+"""Data that make a metric too good: samples in both data sets, labels among inputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep_lab.verify.digest import digest_of_batch
 from lockstep_lab.verify.reference import data
 
-_SAMPLES, _LONGEST_S = 2000, 1.0  # of each data set; reading pictures may take long
-_FEWEST_OF_CLASS, _FEWEST = 5, 40  # of fewer samples, an input may determine the labels by chance
+_SAMPLES, _LONGEST_S = 2000, 1.0  # of each data set; reading images may take long
+_FEWEST_OF_CLASS, _FEWEST = 5, 40  # with fewer samples, an input may determine the labels by chance
 
 
 def probe_data(config: Mapping[str, Any]) -> list[str]:
-    """Remarks about the data of a training. Each may be meant so. Samples are prepared without augmentation."""
+    """Remarks about the data of a training. Each may be intended. Samples are prepared without augmentation."""
     trainer = Trainer(config, quiet=True)
     changes = TaskChanges(train_samples=_SAMPLES, eval_samples=_SAMPLES, no_augmentation=True)
     task = ComparableTask(task_of(trainer), changes)
@@ -37,7 +37,7 @@ def probe_data(config: Mapping[str, Any]) -> list[str]:
 
 
 def _batches(task: Task, samples: Any, *, training: bool) -> Iterator[Any]:
-    """Samples of a data set, each as a batch of its own, for a second at most."""
+    """Samples of a data set, each as its own batch, for a second at most."""
     deadline = time.monotonic() + _LONGEST_S
     for index in range(len(samples)):
         for sample in data.read(task, samples, [index], epoch=0, training=training, seed=0, skip=True):
@@ -47,19 +47,19 @@ def _batches(task: Task, samples: Any, *, training: bool) -> Iterator[Any]:
 
 
 def overlap(training: Sequence[Any], evaluation: Sequence[Any]) -> list[str]:
-    """A remark about evaluation samples that are equal to training samples. Each sample is a batch."""
+    """A remark about evaluation samples that equal training samples. Each sample is a batch."""
     known = {digest_of_batch(batch) for batch in training if data.tensors(batch)}
     count = sum(digest_of_batch(batch) in known for batch in evaluation)
     if not count:
         return []
     return [
-        f"{count} of {len(evaluation)} evaluation samples are equal to one of {len(training)} training samples: "
+        f"{count} of {len(evaluation)} evaluation samples equal one of {len(training)} training samples: "
         "metrics on samples of the training data say nothing about new samples"
     ]
 
 
 def labels_among_inputs(training: Sequence[Any]) -> list[str]:
-    """A remark about a single number among the inputs that determines the label. Each sample is a batch of a tuple."""
+    """A remark about a single input number that determines the label. Each sample is a batch of a tuple."""
     pairs = []
     for batch in training:
         tensors = data.tensors(batch)
@@ -72,11 +72,11 @@ def labels_among_inputs(training: Sequence[Any]) -> list[str]:
     place = _determining(torch.stack([inputs for inputs, _ in pairs]), torch.tensor([label for _, label in pairs]))
     if place is None:
         return []
-    return [f"number {place} of the inputs alone determines the label, in each of {len(pairs)} samples"]
+    return [f"number {place} of the inputs determines the label by itself, in each of {len(pairs)} samples"]
 
 
 def _determining(inputs: Tensor, labels: Tensor) -> int | None:
-    """The first column of `inputs` that has one value for each label, and another value for each other label."""
+    """The first column of `inputs` that has one value per label, and a different value for each label."""
     of_class = [inputs[labels == label] for label in torch.unique(labels)]
     if len(of_class) < 2 or min(map(len, of_class)) < _FEWEST_OF_CLASS:
         return None

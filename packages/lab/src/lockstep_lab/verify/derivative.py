@@ -18,8 +18,8 @@ from lockstep_lab.verify.repetition import unchanged_buffers
 Pairs = list[tuple[nn.Parameter, Tensor]]
 """Parameters with their gradients."""
 _STEP = 1e-6  # of the 2-norm of all parameters
-_ALLOWED = 1e-2  # of the gradient's norm; where an activation has a kink, the difference is not the derivative
-_ALLOWED_OWN = 1e-4  # the same for backward passes that somebody wrote, where two step sizes tell how far a kink is off
+_ALLOWED = 1e-2  # of the gradient's norm; at a kink of an activation, the difference is not the derivative
+_ALLOWED_OWN = 1e-4  # for custom backward passes, with two step sizes that measure the effect of a kink
 _TORCH = "torch."
 
 
@@ -58,11 +58,11 @@ def _name(written: type) -> str:
 def wrong_derivative(
     call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any, *, epsilon: float = 2.0**-52
 ) -> str:
-    """The difference of the gradient from the derivative of the loss by central differences; empty where it does not.
+    """The difference of the gradient from the derivative of the loss by central differences; empty if there is none.
 
-    The directions are that of the gradient, and the same with random signs. For each class of
-    `torch.autograd.Function` that somebody wrote, the parameters below it alone are moved as well, also in a random
-    direction, and less is allowed. Parameters are put back, bit for bit.
+    The directions are the gradient's, and the same with random signs. For each custom `torch.autograd.Function`, only
+    the parameters below it are also moved, including in a random direction, with a stricter bound. Parameters are
+    restored, bit for bit.
 
     Args:
         call: returns the loss, or losses by head.
@@ -109,18 +109,18 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def _along(pairs: Pairs, directions: list[Tensor]) -> float:
-    """The derivative along a direction, as the gradient says."""
+    """The derivative along a direction, according to the gradient."""
     return sum(float((grad * one).sum()) for (_, grad), one in zip(pairs, directions, strict=True))
 
 
 def _directions(pairs: Pairs, norm: float) -> list[list[Tensor]]:
-    """Directions of length 1: that of the gradient, the same with random signs, and a random one."""
+    """Directions of length 1: the gradient's, the same with random signs, and a random one."""
     generator = torch.Generator().manual_seed(0)
     signs = [torch.randint(0, 2, grad.shape, generator=generator).to(grad) * 2 - 1 for _, grad in pairs]
     drawn = [torch.randn(grad.shape, generator=generator).to(grad) for _, grad in pairs]
     length = _norm(drawn)
     random = [one / length for one in drawn]
-    if not norm:  # a backward pass that gives zeros
+    if not norm:  # a backward pass that returns zeros
         return [random]
     along = [grad / norm for _, grad in pairs]
     return [along, [sign * one for sign, one in zip(signs, along, strict=True)], random]
@@ -138,14 +138,14 @@ class _Probe:
         return self.step * max(1.0, _norm(parameter.detach() for parameter, _ in pairs))
 
     def rounding(self, pairs: Pairs) -> float:
-        """The distance to which rounding of the losses so far may bring a slope."""
+        """How much rounding of the losses so far may change a slope."""
         return 10 * self.epsilon * self.largest / self._size(pairs)
 
     def slope(self, pairs: Pairs, directions: list[Tensor], share: float = 1.0) -> float:
         """The derivative of the loss along a direction, by a central difference.
 
         Args:
-            share: of the usual size of a step.
+            share: of the usual step size.
         """
         size = share * self._size(pairs)
         values = [self._moved([parameter for parameter, _ in pairs], directions, by) for by in (size, -size)]
@@ -153,7 +153,7 @@ class _Probe:
         return (values[0] - values[1]) / (2 * size)
 
     def _moved(self, parameters: list[nn.Parameter], directions: list[Tensor], by: float) -> float:
-        """The loss where the parameters are moved."""
+        """The loss at moved parameters."""
         before = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
             for parameter, direction in zip(parameters, directions, strict=True):

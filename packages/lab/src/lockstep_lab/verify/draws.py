@@ -18,17 +18,17 @@ OF_EACH_SAMPLE = ("sample_weights", "sample_labels", "labels", "targets")
 
 
 def of_part(data: Any, name: str, indices: Sequence[int]) -> Any:
-    """An attribute of a data set for the samples `indices` of it: of `OF_EACH_SAMPLE`, or `order`.
+    """An attribute of a data set for its samples `indices`: of `OF_EACH_SAMPLE`, or `order`.
 
     Raises:
-        AttributeError: the data set has no such attribute, or it has no value for each sample.
+        AttributeError: the data set has no such attribute, or the attribute is not per sample.
     """
     if name == "order":
         value = getattr(data, name)
         is_order = isinstance(getattr(value, "length", None), int)
         return _OrderOfPart(value, len(data), len(indices)) if is_order else value
     values = of_each(data, name)
-    if values is None and hasattr(data, name):  # `sample_labels = None` says that there are no labels
+    if values is None and hasattr(data, name):  # `sample_labels = None` means that there are no labels
         return None
     if values is None or values.shape[:1] != (len(data),):
         raise AttributeError(name)
@@ -36,14 +36,14 @@ def of_part(data: Any, name: str, indices: Sequence[int]) -> Any:
 
 
 def set_of_part(part: Any, data: Any, indices: Sequence[int]) -> None:
-    """Give a part of a data set the attributes that say which samples are drawn."""
+    """Give a part of a data set the attributes that define which samples are drawn."""
     for name in ("order", *OF_EACH_SAMPLE):
         with contextlib.suppress(AttributeError):
             setattr(part, name, of_part(data, name, indices))
 
 
 class _OrderOfPart:
-    """The order of a user's own, for evenly spread samples of the data set: those next to the samples that it draws."""
+    """The user's own order, for evenly spread samples of the data set: those nearest to the samples that it draws."""
 
     def __init__(self, order: Any, whole: int, part: int) -> None:
         self.order, self.whole, self.part = order, whole, part
@@ -73,12 +73,12 @@ def planned(data: Any, config: Mapping[str, Any], steps: int) -> list[list[int]]
 
 
 def complaint(step: int, wanted: Sequence[int], by_rank: Sequence[Sequence[int]], *, skips: bool) -> str:
-    """A complaint if the ranks of a step used other samples, or used them more or less often; else empty.
+    """A complaint if the ranks of a step used different samples, or used them more or less often; else empty.
 
     Args:
         step: counted from 0.
         wanted: with repetitions.
-        skips: whether samples that cannot be read are left out.
+        skips: whether unreadable samples are left out.
     """
     asked, used = Counter(wanted), Counter(index for indices in by_rank for index in indices)
     lost, foreign = asked - used, used - asked
@@ -86,5 +86,5 @@ def complaint(step: int, wanted: Sequence[int], by_rank: Sequence[Sequence[int]]
         return ""
     return (
         f"step {step + 1} uses {used.total()} draws of {asked.total()}; lost: {sorted(lost.elements())[:5] or 'none'}, "
-        f"of another step: {sorted(foreign.elements())[:5] or 'none'}"
+        f"of a different step: {sorted(foreign.elements())[:5] or 'none'}"
     )

@@ -1,4 +1,4 @@
-"""The trainings and evaluations that checks compare. Each is made once, and its result is kept for all checks."""
+"""The trainings and evaluations that checks compare. Each runs once, and its result is kept for all checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep_lab.verify.worker_functions import Answer, TrainingRun
 from lockstep_lab.verify.workers import WorkerEnded, Workers
 
 _BASELINE_SAMPLES = 512
-_TIMEOUT_OF_COLLECTIVES_S = 30.0  # without progress, where the task's own collectives may make ranks wait for ever
+_TIMEOUT_OF_COLLECTIVES_S = 30.0  # without progress, if the task's collectives may make ranks wait forever
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ def values_of(name: str, answers: Sequence[Any]) -> list[Any]:
         key=lambda answer: (not answer.refused, answer.known),
     )
     crashed = any(not end.reason for end in ended)
-    # Where a process crashed, the other ranks report just that: the crash itself says more.
+    # If a process crashed, the other ranks only report that: the crash itself is more informative.
     only_reports_crash = crashed and failed and failed[0].known and not failed[0].refused
     if failed and not only_reports_crash:
         raise ExperimentFailed(name, str(failed[0].error), known=failed[0].known, refused=failed[0].refused)
@@ -69,7 +69,7 @@ def values_of(name: str, answers: Sequence[Any]) -> list[Any]:
 
 
 def _once(method: Method) -> Method:
-    """Call the method once for the same arguments, and keep what it returned, or its `ExperimentFailed`."""
+    """Call the method once for the same arguments, and keep its result, or its `ExperimentFailed`."""
 
     @functools.wraps(method)
     def kept(self: Experiments, *arguments: Any) -> Any:
@@ -89,27 +89,27 @@ def _once(method: Method) -> Method:
 
 @dataclass
 class Experiments:
-    """Makes trainings and evaluations on workers, and keeps their results."""
+    """Runs trainings and evaluations on workers, and keeps their results."""
 
     config: Mapping[str, Any]
     """Of the training to verify, with a number as its global batch."""
     nproc: int
     """Number of ranks."""
     folder: Path
-    """Where experiments write. Each training has a folder of its own name in it."""
+    """The folder of the experiments. Each training has its own folder in it, with its name."""
     workers: Workers
     steps: int = 12
     """Of a training that is compared with another."""
     learning_steps: int = 60
     """Of the training that must learn something."""
     patience: int = 4
-    """The factor on `learning_steps` where the first training decided nothing."""
+    """The factor on `learning_steps` if the first training was inconclusive."""
     wrap: Callable[..., Any] = worker_functions.answering
     """Calls the function on a rank. Tests pass a function that breaks the engine first."""
     deterministic: bool | None = None
-    """True if trainings that must repeat themselves use deterministic kernels. None: on a GPU they do."""
+    """True if trainings that must repeat exactly use deterministic kernels. None: on a GPU they do."""
     not_deterministic: str = ""
-    """The operation that has no deterministic kernel, so that these trainings use none. Empty: none is known."""
+    """The operation without a deterministic kernel, so that these trainings use none. Empty: none is known."""
     _outcomes: dict[Any, Any] = field(default_factory=dict)
     _longest_learning: int = 1
     _loss_communicates: bool = False
@@ -132,7 +132,7 @@ class Experiments:
 
     @property
     def groups(self) -> int:
-        """Number of tensor groups, over which samples are divided. Without a mesh, each rank is a group."""
+        """Number of tensor groups that samples are divided over. Without a mesh, each rank is a group."""
         return max(1, self.nproc // int(self.config["parallel"]["tensor"]))
 
     @property
@@ -143,7 +143,7 @@ class Experiments:
 
     @property
     def most_ranks(self) -> int:
-        """The largest world on this machine: a rank per GPU, or without GPUs one rank more than was asked for."""
+        """The largest world on this machine: a rank per GPU, or without GPUs one rank more than requested."""
         gpus = 0 if self.config["device"] == "cpu" else devices.gpus()
         return gpus or self.nproc + 1
 
@@ -155,11 +155,11 @@ class Experiments:
 
     @property
     def small_micro_batch(self) -> int:
-        """The size of a micro-batch of which each group has about three per step, not all of the same size."""
+        """The size of a micro-batch that gives each group about three per step, not all of the same size."""
         return max(1, -(-self.global_batch // (3 * self.groups)) - 1)
 
     def short_config(self, **changes: Any) -> dict[str, Any]:
-        """The config as it is, but for a short training.
+        """The config as it is, except for a short training.
 
         Args:
             changes: values by dotted path, with two underscores for the dot.
@@ -174,7 +174,7 @@ class Experiments:
             "train__stop_when": None,
             "train__max_time": None,
             "train__parts": [],
-            "train__allow_mean_loss": True,  # a check says how far the gradient is off
+            "train__allow_mean_loss": True,  # a check reports how far the gradient is off
             "data__eval_limit": None,
             "data__samples_per_epoch": None,
             "train__eval_every_epochs": None,
@@ -205,7 +205,7 @@ class Experiments:
         return config
 
     def exact_config(self, **changes: Any) -> dict[str, Any]:
-        """The same without autocast, TF32 and compiled code, which round in their own way."""
+        """The same without autocast, TF32 and compiled code, which round differently."""
         formats = {"precision": "fp32", "parallel__param_dtype": None, "parallel__reduce_dtype": None}
         compute = {"compute__compile": None, "compute__compile_mode": "default", "compute__matmul_precision": "highest"}
         return self.short_config(**formats, **compute, **changes)
@@ -217,9 +217,9 @@ class Experiments:
         return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **exact, **changes)
 
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
-        """The changes in the task where different numbers of ranks are compared.
+        """The changes to the task for comparisons of different numbers of ranks.
 
-        An epoch ends with fewer samples than groups, so that some ranks get a filler.
+        An epoch ends with fewer samples than groups, so some ranks get a filler.
         """
         probe, remainder = self.probe(), min(self.groups - 1, self.global_batch - 1)
         return TaskChanges(
@@ -230,7 +230,7 @@ class Experiments:
             fixed_buffers=tuple(probe.moving_buffers),
         )
 
-    # ---- making experiments
+    # ---- running experiments
 
     def train(
         self,
@@ -248,7 +248,7 @@ class Experiments:
 
         Args:
             name: of the experiment and of its folder.
-            changes: of the task.
+            changes: to the task.
             record: what is recorded besides samples and losses.
             resume: the name of an earlier training, whose folder this training uses and resumes.
             keep: whether its checkpoint will be needed.
@@ -270,7 +270,7 @@ class Experiments:
         """Call a function on each of `world` ranks.
 
         Returns:
-            What it returned on each rank.
+            Its return value on each rank.
 
         Raises:
             ExperimentFailed: some rank failed.
@@ -289,7 +289,7 @@ class Experiments:
 
     @_once
     def cut(self) -> str:
-        """What differs in the model that a mesh cuts; see `cut_model`. Empty: nothing, or there is no mesh."""
+        """What differs in the model that a mesh shards; see `cut_model`. Empty: nothing, or there is no mesh."""
         return cut_model.examined(self)
 
     @_once
@@ -300,7 +300,7 @@ class Experiments:
 
     @_once
     def train_lengths(self, count: int | None) -> list[int] | None:
-        """The lengths of `count` training samples (None: of all), where they determine the order. None: they do not."""
+        """The lengths of `count` training samples (None: of all), if they determine the order. None: they do not."""
         if not self.config["data"]["group_by_length"]:
             return None
         (lengths,) = self.run("train-lengths", 1, worker_functions.train_lengths, self.short_config(), count)
@@ -315,24 +315,24 @@ class Experiments:
 
     @_once
     def planned_draws(self, count: int) -> list[list[int]] | None:
-        """The samples of each step where the data set of `count` samples draws them. None: an epoch has each once."""
+        """The samples of each step if the data set of `count` samples draws them. None: an epoch has each once."""
         (found,) = self.run("draws", 1, worker_functions.planned_draws, self.short_config(), count, self.steps)
         return found  # type: ignore[no-any-return]
 
     @_once
     def data_remarks(self) -> list[str]:
-        """The facts about the data that may make a metric better than it should be."""
+        """The facts about the data that may make a metric too good."""
         return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]
 
     @_once
     def dependence_on_hashes(self) -> str:
-        """Data that another interpreter reads otherwise; see `hash_seed`. Looks at tasks in files alone."""
+        """Data that a different interpreter reads differently; see `hash_seed`. Only for tasks in files."""
         config = self.short_config()
         if ".py:" not in str(config["task"].get("kind", "")):
             return ""
         other = OtherInterpreter(config)
         first, second = (self.run(f"hash-seed-{number}", 1, digests, config)[0] for number in range(2))
-        return other.difference(first) if first == second else ""  # else `determinism` says so
+        return other.difference(first) if first == second else ""  # else `determinism` reports it
 
     @_once
     def baseline(self) -> ConstantBaseline:
@@ -344,14 +344,14 @@ class Experiments:
 
     @_once
     def one_process(self) -> list[Recording]:
-        """One process with the whole global batch as its micro-batch, with which other trainings are compared."""
+        """One process with the whole global batch as its micro-batch: the reference for other trainings."""
         config = self.exact_config(batch__micro=None)
         record = RecorderOptions(repeat_updates=True)
         return self.train("one-process", 1, config, changes=self.exact_changes(), record=record)
 
     @_once
     def one_process_reversed(self) -> list[Recording]:
-        """The same with the samples of each batch in reversed order, which rounds in another way."""
+        """The same with the samples of each batch in reversed order, which rounds differently."""
         config = self.exact_config(batch__micro=None)
         return self.train("one-process-reversed", 1, config, changes=self.exact_changes(reverse=True))
 
@@ -373,9 +373,9 @@ class Experiments:
 
     @_once
     def undisturbed(self) -> list[Recording]:
-        """All ranks, the training as it is, with checkpoints on the way; on a GPU with deterministic kernels.
+        """All ranks, the unchanged training, with checkpoints on the way; on a GPU with deterministic kernels.
 
-        Where an operation has no deterministic kernel, `not_deterministic` says so, and the training is made without.
+        If an operation has no deterministic kernel, `not_deterministic` names it, and the training runs without.
         """
         try:
             return self._undisturbed()
@@ -395,7 +395,7 @@ class Experiments:
 
     @_once
     def undisturbed_again(self) -> list[Recording]:
-        """The same training a second time, with other states of the random generators between the steps."""
+        """The same training a second time, with different states of the random generators between the steps."""
         record = RecorderOptions(digest_every=1, digest_batches=True, disturb_generators=True)
         changes, config = TaskChanges(train_samples=self.train_samples), self.config_with_checkpoints()
         return self.train("again", self.nproc, config, changes=changes, record=record, keep=False)
@@ -410,7 +410,7 @@ class Experiments:
 
     @_once
     def learned(self, factor: int) -> list[Recording]:
-        """All ranks, the training as it is, on all its data, for `factor` times `learning_steps`."""
+        """All ranks, the unchanged training, on all its data, for `factor` times `learning_steps`."""
         self._longest_learning = max(self._longest_learning, factor)
         config = self.short_config(train__steps=self.learning_steps * factor)
         record = RecorderOptions(unused_parameters=True)

@@ -20,14 +20,14 @@ from lockstep_lab.verify.reference import data
 _BATCH_SIZE = 64
 _MOST_NUMBERS = 8_000_000  # L-BFGS keeps up to 120 copies of them
 _ROUNDING = 1e-4
-_UNSEEN = 1e-3  # is shared by all classes: a class that is never the target has a probability, too
+_UNSEEN = 1e-3  # shared by all classes: a class that is never the target also has a probability
 
 
 class FreeOutputs(nn.Module):
-    """Takes the place of a model. Its outputs have the shapes of the model's outputs, and are parameters themselves.
+    """Replaces a model. Its outputs have the shapes of the model's outputs, and are parameters themselves.
 
     Args:
-        model: runs to find the shapes.
+        model: runs once to find the shapes.
         constant: the same output for every sample, and for every place of a map or token of a text; otherwise one
             output per sample, for a single batch.
     """
@@ -46,11 +46,11 @@ class FreeOutputs(nn.Module):
             return getattr(self.inner, name)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The parameters of the model, which a loss may ask for a dtype or a device."""
+        """The parameters of the model, which a loss may query for a dtype or a device."""
         return self.inner.parameters(recurse)  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("use_cache"):  # the model writes a text, token by token: that is no part of the loss
+        if kwargs.get("use_cache"):  # the model generates a text token by token, which is not part of the loss
             return self.inner(*args, **kwargs)
         model_outputs = self._outputs_of_model(args, kwargs)
         tokens = {tensor.shape for tensor in data.tensors((args, kwargs)) if not tensor.is_floating_point()}
@@ -91,8 +91,8 @@ def _constant_shape(tensor: Tensor, by_token: bool) -> tuple[int, ...]:
     """The shape of an output that is the same for every sample.
 
     Outputs by token (samples, tokens, classes) have a number for each class.
-    Maps (samples, channels, height, width) have a number for each channel: pictures may have different sizes, and a
-    number for each place would learn where things usually are.
+    Maps (samples, channels, height, width) have a number for each channel: images may differ in size, and a number for
+    each position would learn where things usually are.
     """
     if by_token and tensor.ndim == 3:
         return (1, tensor.shape[2])
@@ -102,7 +102,7 @@ def _constant_shape(tensor: Tensor, by_token: bool) -> tuple[int, ...]:
 
 
 def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:
-    """Fit the outputs to the task's training data by its own loss.
+    """Fit the outputs to the task's training data with the task's loss.
 
     The best constant output is the frequency of each class for cross-entropy, and the mean for a squared error.
 
@@ -146,7 +146,7 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
 
 
 def _begin_at_frequencies(output: nn.Parameter, gradient: Tensor | None) -> bool:
-    """Set an output by token to the logarithms of the frequencies of its classes, which are best for a cross-entropy.
+    """Set an output by token to the logarithms of the frequencies of its classes, which are optimal for cross-entropy.
 
     Vocabularies are large, and L-BFGS takes long from zero. At zero, the gradient of a cross-entropy by class is
     1 / classes minus the frequency of the class.
@@ -173,7 +173,7 @@ def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
 
 
 def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:
-    """The least loss that any outputs could have on a few training samples; 0 where it cannot be found.
+    """The least loss that any outputs could have on a few training samples; 0 if it cannot be found.
 
     Label smoothing, for example, leaves a loss above zero.
     """

@@ -1,4 +1,4 @@
-"""The global random number generators of torch, NumPy and Python: read their states, or change them."""
+"""The global random generators of torch, NumPy and Python: read their states, or change them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def states() -> dict[str, str]:
 
 
 def changed(before: Mapping[str, str]) -> list[str]:
-    """Names of the generators whose state is no longer that of `states` before."""
+    """Names of the generators whose state differs from that in `states`."""
     return [name for name, state in states().items() if state != before[name]]
 
 
 def random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
-    """Operations that draw random numbers in a forward pass, and generators other than torch's that it draws from."""
+    """Operations that draw random numbers in a forward pass, and generators other than torch's that it uses."""
     before = states()
     with RandomOperations() as operations, torch.no_grad():
         call(model, batch)
     names = changed(before)
-    # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
+    # Operations such as attention can draw, but do not if their dropout is zero. So the generator decides.
     by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in names else []
     return [name for name in names if name != "torch"] + by_torch
 
 
 def disturb(number: int) -> None:
-    """Put all generators into a state that belongs to `number`. A training that seeds all its draws does not notice."""
+    """Put all generators into a state derived from `number`. A training that seeds all its draws is unaffected."""
     random.seed(f"disturbed {number}")
     np.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(63))

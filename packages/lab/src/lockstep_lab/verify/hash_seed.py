@@ -1,6 +1,6 @@
-"""A check whether the samples depend on the order of a set, which differs between interpreters.
+"""A check whether samples depend on the order of a set, which differs between interpreters.
 
-The ranks of a verification are forks of one process, and so have the same hash seed. Ranks that torchrun starts do not.
+The ranks of a verification are forks of one process, so they share a hash seed. Ranks that torchrun starts do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def digests(config: Mapping[str, Any]) -> list[int]:
 
 
 class OtherInterpreter:
-    """A new interpreter with another hash seed, which computes the digests of the same samples."""
+    """A new interpreter with a different hash seed, which computes the digests of the same samples."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         environment = os.environ | {"PYTHONHASHSEED": _SEED, "OMP_NUM_THREADS": "1"}
@@ -53,7 +53,7 @@ class OtherInterpreter:
         self.config = json.dumps(config)
 
     def difference(self, own: list[int]) -> str:
-        """The difference there, as a sentence; empty if nothing does, or if the interpreter could not tell.
+        """The difference there, as a sentence; empty if nothing differs, or if the interpreter failed.
 
         Args:
             own: what `digests` returned in this process.
@@ -68,7 +68,7 @@ class OtherInterpreter:
         if not differing and len(own) == len(theirs):
             return ""
         return (
-            f"{differing} of {len(own)} samples are others in a new interpreter: do they depend on the order of a set, "
+            f"{differing} of {len(own)} samples differ in a new interpreter: do they depend on the order of a set, "
             "or on hash()? Ranks that torchrun starts would train on different samples; use sorted(...)"
         )
 

@@ -1,6 +1,6 @@
-"""The results of checks for people: verify.html, a single page that loads no other file.
+"""The results of checks for people: verify.html, a self-contained page.
 
-Rich could export the terminal's text as HTML. That would be lines of fixed width without links, dark colours or print.
+Rich could export the terminal's text as HTML, but as lines of fixed width without links, dark colours or print.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _header(result: VerifyResult) -> list[Markup]:
     passed = f"{number['passed']} of {len(result.checks)} checks passed"
     return [
         element("h1", result.name),
-        element("p", counts_in_words(passed, number, not_shown="could not be shown"), class_=f"summary {state}"),
+        element("p", counts_in_words(passed, number, not_shown="could not be decided"), class_=f"summary {state}"),
         element("p", " · ".join(facts), class_="soft"),
     ]
 
@@ -88,7 +88,7 @@ def _status(check: CheckResult) -> Markup:
 
 
 def _details(number: int, check: CheckResult) -> Markup:
-    """The curves, notes and rows of a check; empty where it has none."""
+    """The curves, notes and rows of a check; empty if it has none."""
     parts = []
     if check.curves:
         parts += charts({name: [float(value) for value in curve] for name, curve in check.curves.items()})

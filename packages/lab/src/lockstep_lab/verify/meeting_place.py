@@ -21,13 +21,13 @@ class _Result(NamedTuple):
     place: str
     tensors: list[Tensor]
     shifts: bool
-    """True if a number was added to a tensor: a sum is still a sum, but for that number."""
+    """True if a number was added to a tensor: up to that number, a sum is still a sum."""
     learns: bool
     """True if a gradient flows through it."""
 
 
 class Results(TorchFunctionMode):
-    """Inside, the results of a loss are recorded, those of a model as one."""
+    """Inside, the results of a loss are recorded; those of a model count as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Results(TorchFunctionMode):
 
 
 def meeting_place(whole: Results, halves: Sequence[Results], sizes: Sequence[int]) -> str:
-    """The first result that neither is that of the halves, one after the other, nor their sum or mean.
+    """The first result that is neither the concatenation of the halves, nor their sum or mean.
 
     Args:
         whole, halves: of the same operations with a batch and with its two halves.
         sizes: samples of the halves.
 
     Returns:
-        the name of the operation, and its file and line; empty where the halves need other operations, or there is
+        the name of the operation, and its file and line; empty if the halves need different operations, or there is
         none.
     """
     if any([one.name for one in half.found] != [one.name for one in whole.found] for half in halves):

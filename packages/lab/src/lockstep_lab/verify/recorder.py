@@ -35,27 +35,27 @@ from lockstep_lab.verify.step_operations import Communication, StepOperations
 
 @dataclass(frozen=True)
 class RecorderOptions:
-    """The records besides samples and losses. Everything here costs time, so it is off by default."""
+    """What to record in addition to samples and losses. Everything here costs time, so it is off by default."""
 
     digest_every: int = 0
-    """Digests of the whole state, every so many steps. 0: never."""
+    """Digests of the whole state, every this many steps. 0: never."""
     digest_batches: bool = False
-    """Digests of all micro-batches that the loader gives."""
+    """Digests of all micro-batches that the loader yields."""
     probe_steps: tuple[int, ...] = ()
     """After these steps, the same batch passes through the model on every rank."""
     gradient_steps: tuple[int, ...] = ()
-    """In these steps (counted from 0), the gradient is compared with plain torch's. Where no update is made, in the
-    next step that makes one."""
+    """In these steps (counted from 0), the gradient is compared with plain torch's. If a step makes no update, in the
+    next one that does."""
     unused_parameters: bool = False
-    """Find parameters that never got a gradient other than zero."""
+    """Find parameters that only got zero gradients."""
     communication_steps: tuple[int, ...] = ()
     """In these steps (counted from 0), collectives and waits of the host are recorded."""
     operations_step: int | None = None
     """In this step (counted from 0), the result of every operation is digested."""
     repeat_updates: bool = False
-    """Plain torch makes every update, too, on one process."""
+    """Plain torch also makes every update, on one process."""
     disturb_generators: bool = False
-    """Put the global random generators into other states around every step, which must change nothing."""
+    """Put the global random generators into different states around every step, which must change nothing."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Recording:
     grad_norms: list[tuple[int, float]] = field(default_factory=list)
     """(step counted from 0, norm of the gradient as the optimizer got it)."""
     own_rates: bool = False
-    """True if the task or a function of the user's chooses the learning rates: no formula says them."""
+    """True if the task or a user's function chooses the learning rates, so there is no formula."""
     learning_rates: list[tuple[int, float, float]] = field(default_factory=list)
     """(updates before, learning rate, base learning rate) of each update."""
     reference_differences: dict[str, float] = field(default_factory=dict)
@@ -95,13 +95,13 @@ class Recording:
     steps_in_eval_mode: list[int] = field(default_factory=list)
     """Steps, counted from 0, in which the model was in evaluation mode."""
     wrong_modes: list[str] = field(default_factory=list)
-    """Modules that began in another mode than `model.train()` gives them."""
+    """Modules that began in a different mode than `model.train()` sets."""
     communication: dict[int, Communication] = field(default_factory=dict)
     """By step counted from 0."""
     operations: list[tuple[str, int]] = field(default_factory=list)
     """(name, digest of the result) of each operation of one step."""
     parameters: list[str] = field(default_factory=list)
-    """Names of all parameters, without those that are frozen and not saved."""
+    """Names of all parameters, except those that are frozen and not saved."""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the parameters that train, unsharded. A complex number counts as two."""
     names: dict[str, list[str]] = field(default_factory=dict)
@@ -109,9 +109,9 @@ class Recording:
     buffer_bytes: int = 0
     """Size of all buffers."""
     sharded: bool = False
-    """True if ranks hold parts of the parameters."""
+    """True if ranks hold shards of the parameters."""
     moves_in_passes: list[str] = field(default_factory=list)
-    """Parameters that forward passes write."""
+    """Parameters that forward passes change."""
     moved: float = 0.0
     """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0
@@ -139,8 +139,8 @@ class TrainingRecorder(Recorder):
     Args:
         task: of the training.
         config: of the training, as `RunConfig` writes it.
-        options: what is recorded.
-        on_step: is called after each step and all that follows it, such as a save, with its number (counted from 1).
+        options: what to record.
+        on_step: called after each step and all that follows it, such as a save, with its number (counted from 1).
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TrainingRecorder(Recorder):
         self._start: dict[str, Tensor] = {}  # the parameters before the first step
         self._recording_operations = contextlib.ExitStack()
 
-    # ---- what the trainer calls
+    # ---- called by the trainer
 
     def record(self, entry: Mapping[str, float]) -> None:
         self.recording.entries.append(dict(entry))
@@ -292,7 +292,7 @@ class TrainingRecorder(Recorder):
 
     def _before_update(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
         """Record what the optimizer is about to use."""
-        if self._operations is not None:  # otherwise operations made here would be recorded as the step's
+        if self._operations is not None:  # or operations made here would be recorded as the step's
             return
         state, model, recording = run.state, run.model, self.recording
         step = state.step - 1
@@ -302,7 +302,7 @@ class TrainingRecorder(Recorder):
         if self._reference_optimizer is not None:
             with restored_generators(state.world.device):  # an update may draw, and the training's must draw the same
                 self._reference_optimizer.before_update(step, is_first=is_first, moved=run.moves_in_passes)
-        if not is_first:  # the log has the norm of the last player
+        if not is_first:  # the log has the norm of the last optimizer
             recording.grad_norms.pop()
         recording.grad_norms.append((step, float(grad_norm(state.parameters))))
         group = optimizer.param_groups[-1]
@@ -339,7 +339,7 @@ class TrainingRecorder(Recorder):
 
     @contextlib.contextmanager
     def _record_operations(self, run: Run) -> Iterator[None]:
-        """Record the operations of the step that follows, where the options ask for it."""
+        """Record the operations of the next step, if the options ask for it."""
         step, options = run.state.step, self.options
         if step not in options.communication_steps and step != options.operations_step:
             yield
@@ -374,14 +374,14 @@ def _copy_of_model(run: Run, task: Task) -> nn.Module | None:
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for name, buffer in copy.named_buffers():
-            buffer.copy_(buffers[name])  # also buffers that no state dict holds
+            buffer.copy_(buffers[name])  # includes buffers that no state dict holds
     for name, parameter in copy.named_parameters():
         parameter.requires_grad_(trainable[name])
     return copy.train()
 
 
 def modules_in_wrong_mode(model: nn.Module) -> list[str]:
-    """Names of modules that are in another mode than `model.train()` gives them. All modules keep their modes.
+    """Names of modules that are in a different mode than `model.train()` sets. All modules keep their modes.
 
     Models override `train` to freeze BatchNorm.
     """

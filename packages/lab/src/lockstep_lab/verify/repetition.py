@@ -1,4 +1,4 @@
-"""The answers of a task that is asked twice: for a model, and for the loss or the output of the same batch."""
+"""The answers of a task that is asked twice: for a model, and for the loss or output of the same batch."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from lockstep_lab.verify.reference import data
 
 _SEED = 1
 _SAME = 1e-6  # relative; kernels of a GPU may add in another order
-_REPEATS = 3  # what depends on the clock may be the same once
+_REPEATS = 3  # a value that depends on the clock may be equal once
 
 
 def model_difference(make: Callable[[], nn.Module], first: nn.Module, loss: Callable[[nn.Module], Any]) -> str:
-    """The difference of a second model from `first`, which was made under the same seed; empty where it does not.
+    """The difference of a second model from `first`, which was made with the same seed; empty if there is none.
 
-    Numbers that modules hold besides tensors may be counters. So they matter only where they change the loss.
+    Numbers that modules hold besides tensors may be counters. So they matter only if they change the loss.
 
     Args:
-        make: puts the generators into the state that they had for `first`, and makes a model.
+        make: restores the generators to their state for `first`, and makes a model.
         loss: of some batch.
     """
     second = make()
     tensors, others = _tensors(first), _tensors(second)
     for name in sorted(tensors.keys() ^ others.keys()):
-        return f"only one of two models that were made under the same seed has {name}"
+        return f"only one of two models that were made with the same seed has {name}"
     for name, tensor in tensors.items():
         other = others[name]
         if tensor.shape != other.shape or not torch.equal(tensor, other):
             return (
-                f"the initial weights differ between two models that were made under the same seed, first in {name}: "
+                f"the initial weights differ between two models that were made with the same seed, first in {name}: "
                 "Task.model draws numbers that the seed does not determine, such as those of the clock"
             )
 
     def call(model: nn.Module, batch: None) -> Any:
         return loss(model)
 
-    if differs(call, first, None):  # the loss is at fault, and not the model
+    if differs(call, first, None):  # the loss is at fault, not the model
         return ""
     losses = [_numbers(call, model, None) for model in (first, second)]
     if not _are_different(*losses):
@@ -53,10 +53,8 @@ def model_difference(make: Callable[[], nn.Module], first: nn.Module, loss: Call
     facts, other_facts = dict(_facts(first)), dict(_facts(second))
     for name, value in facts.items():
         if name in other_facts and value != other_facts[name]:
-            return (
-                f"{name} is {value} in one model and {other_facts[name]} in another that was made under the same seed"
-            )
-    return f"two models that were made under the same seed have the losses {_words(*losses)} for the same batch"
+            return f"{name} is {value} in one model and {other_facts[name]} in another that was made with the same seed"
+    return f"two models that were made with the same seed have the losses {_words(*losses)} for the same batch"
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -74,19 +72,19 @@ def _facts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def differs(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
-    """The difference of two results of `call` for the same batch and states of the generators; empty if not at all."""
+    """The difference of two results of `call` for the same batch and generator states; empty if they are equal."""
     numbers = [_numbers(call, model, batch) for _ in range(_REPEATS)]
     other = next((one for one in numbers[1:] if _are_different(numbers[0], one)), None)
     return "" if other is None else _words(numbers[0], other)
 
 
 def depends_on_rank(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
-    """The difference of the losses that `call` returns on rank 0 and on rank 1; empty if not at all.
+    """The difference of the losses that `call` returns on rank 0 and on rank 1; empty if they are equal.
 
-    The environment variable RANK says so, and torch's process group, where torch can pretend to have two ranks. The
-    loss must make no collectives.
+    The environment variable RANK gives the rank, and so does torch's process group, if torch can simulate two ranks.
+    The loss must not make collectives.
 
-    Parameters that get a gradient other than zero on one rank alone are named, too.
+    Parameters that get a nonzero gradient on only one rank are also named.
     """
     found, used = [], []
     for rank in (0, 1):
@@ -98,12 +96,12 @@ def depends_on_rank(call: Callable[[nn.Module, Any], Any], model: nn.Module, bat
         used.append(_used(losses, model))
     words = [_words(*found)] if _are_different(*found) else []
     for name in sorted(used[0] ^ used[1])[:1]:
-        words.append(f"{name} is unused on rank {1 if name in used[0] else 0} alone")
+        words.append(f"{name} is unused only on rank {1 if name in used[0] else 0}")
     return "; ".join(words)
 
 
 def _used(losses: list[Tensor], model: nn.Module) -> set[str]:
-    """Names of the parameters that get a gradient other than zero."""
+    """Names of the parameters with a nonzero gradient."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     reached = [loss for loss in losses if loss.requires_grad]
     if not reached:
@@ -137,7 +135,7 @@ def _words(first: list[Tensor], second: list[Tensor]) -> str:
 
 
 def unchanged_buffers(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Afterwards, the model has the buffers that it had before. Spectral norm moves its buffers."""
+    """Restores the model's buffers afterwards. Spectral norm changes its buffers."""
     return buffers_put_back(model, [name for name, _ in model.named_buffers()])
 
 

@@ -17,16 +17,16 @@ def to_json(result: VerifyResult) -> dict[str, Any]:
 
     Its keys are:
 
-    - schema: 1; a larger number where a key changes its meaning
+    - schema: 1; a larger number if a key changes its meaning
     - name: of the training
-    - passed: whether no check found a fault, and at least one check passed
+    - passed: whether at least one check passed and none found a fault
     - nproc: number of ranks
     - device, quick: as asked for
     - seconds: of all checks
     - versions: of lockstep, torch and Python
     - counts: number of checks by status, under `passed`, `fault` and `not shown`
     - config: of the training
-    - checks: a list in the order in which they were made. Each has the fields of `CheckResult`.
+    - checks: a list in the order in which they ran. Each has the fields of `CheckResult`.
     """
     values = {
         "schema": 1,
@@ -50,7 +50,7 @@ def counts(result: VerifyResult) -> dict[str, int]:
 
 
 def plain(value: Any) -> Any:
-    """`value` made of types that strict JSON has. Values of all other types become text."""
+    """`value` in the types of strict JSON. Values of all other types become text."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
@@ -78,17 +78,17 @@ def line(check: CheckResult) -> str:
 
 
 def summary(result: VerifyResult) -> str:
-    """The number of checks by status in one line, and below it a line for each fault, or where nothing is shown."""
+    """The number of checks by status in one line, and below it a line for each fault, or if nothing is shown."""
     number = counts(result)
     faults = [f"FAULT {_one_line(check.name)}: {_one_line(check.reason)}" for check in result.faults]
     if result.shows_nothing:
-        faults = ["nothing is shown about this training: no check could decide, for the reasons above"]
+        faults = ["no check could decide anything about this training, for the reasons above"]
     first = counts_in_words(f"{number['passed']} passed", number, not_shown="not shown")
     return "\n".join([f"{first} in {result.seconds:.0f} s", *faults])
 
 
 def counts_in_words(passed: str, number: Mapping[str, int], *, not_shown: str) -> str:
-    """For example `14 passed, 1 fault, 1 not shown`. Numbers that are zero are left out."""
+    """For example `14 passed, 1 fault, 1 not shown`. Zeros are left out."""
     words = [passed]
     if number["fault"]:
         words.append("1 fault" if number["fault"] == 1 else f"{number['fault']} faults")
@@ -98,12 +98,12 @@ def counts_in_words(passed: str, number: Mapping[str, int], *, not_shown: str) -
 
 
 def _one_line(text: str) -> str:
-    """`text` without line breaks and control characters, which a terminal would obey."""
+    """`text` without line breaks and control characters, which would affect a terminal."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def comparison(check: CheckResult) -> str:
-    """For example `3.1e-14 <= 1.0e-11`, whatever the status, with enough digits to tell both numbers apart."""
+    """For example `3.1e-14 <= 1.0e-11`, whatever the status, with enough digits to distinguish both numbers."""
     value, bound = check.value, check.bound
     if value is None or bound is None:
         return "" if value is None else _number(value)

@@ -13,12 +13,12 @@ class CheckResult:
     """The result of one check."""
 
     status: Status
-    """`fault`: the promise is broken. `not shown`: the check cannot decide, for the reason given."""
+    """`fault`: the promise is broken. `not shown`: the check cannot decide, for the given reason."""
     reason: str
     name: str = ""
     """Of the check."""
     value: float | None = None
-    """The number that decided, if there is a number."""
+    """The number that decided, if there is one."""
     bound: float | None = None
     """The largest value that passes, if there is a bound."""
     what: str = ""
@@ -28,7 +28,7 @@ class CheckResult:
     curves: dict[str, list[float]] = field(default_factory=dict)
     """Losses by step, drawn together."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of a table for people, such as predictions beside the truth."""
+    """The rows of a table for people, such as predictions next to the truth."""
     seconds: float = 0.0
     """The time of the check."""
 
@@ -48,7 +48,7 @@ class VerifyResult:
     versions: dict[str, str]
     """Of lockstep, torch and Python."""
     checks: list[CheckResult] = field(default_factory=list)
-    """In the order in which they were made."""
+    """In the order in which they ran."""
     seconds: float = 0.0
     """The time of all checks."""
 

@@ -1,4 +1,4 @@
-"""`lockstep verify script.py`: run a script with a `Loop` in several ways, and compare steps and last weights."""
+"""`lockstep verify script.py`: run a script with a `Loop` in several ways, and compare steps and final weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep_lab.verify.workers import WorkerEnded, Workers
 
 STEPS = 20
 _FEWEST_STEPS = 4
-_ONE_RANK = "one rank has no other rank to be compared with: give --nproc 2"
+_ONE_RANK = "one rank cannot be compared with others: give --nproc 2"
 
 
 def verify_script(
@@ -45,10 +45,10 @@ def verify_script(
 
     Args:
         arguments: of the script.
-        checks: names of checks after `determinism`, which comes first; empty: all.
-        steps: the runs end after this step.
-        tell: gets a line of text for each check.
-        workers: for tests: make all runs in the same processes.
+        checks: names of checks in addition to `determinism`, which comes first; empty: all.
+        steps: the step after which runs end.
+        tell: receives a line of text for each check.
+        workers: for tests: use the same processes for all runs.
 
     Raises:
         UsageError: an unknown check, too few steps, a script without a `Loop`, a folder that cannot be written.
@@ -56,7 +56,7 @@ def verify_script(
     """
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:
-        remedy = f"{did_you_mean(unknown[0], CHECKS)}Of a script there are: {', '.join(CHECKS)}"
+        remedy = f"{did_you_mean(unknown[0], CHECKS)}For a script there are: {', '.join(CHECKS)}"
         raise UsageError(f"there is no check {unknown[0]!r}", where="--checks", remedy=remedy)
     if steps < _FEWEST_STEPS:
         raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
@@ -74,7 +74,7 @@ def verify_script(
             result.checks.append(check)
             tell(report.line(check))
             if name == "determinism" and check.status == "fault":
-                tell("the other checks compare runs of a script that repeats itself, so they are not made")
+                tell("the other checks need a script whose runs repeat exactly, so they are skipped")
                 break
         result.seconds = round(time.perf_counter() - start, 1)
         command.write(result, run_dir)
@@ -92,18 +92,18 @@ def _make(name: str, runs: ScriptRuns) -> CheckResult:
         check = (
             not_shown(text)
             if failed.refused and not failed.has_different_data
-            else fault(f"the script fails when it is run so: {text}")
+            else fault(f"the script fails in this way of running: {text}")
         )
     check.name, check.seconds = name, round(time.perf_counter() - start, 2)
     return check
 
 
 class ScriptRuns:
-    """The runs of the script, each made when it is first asked for, in processes of its own.
+    """The runs of the script, each made on first use, in its own processes.
 
     Args:
-        folder: gets the run directories.
-        log: gets everything that the script prints.
+        folder: for the run directories.
+        log: for everything that the script prints.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class ScriptRuns:
         self.asked = ScriptRun(script, arguments, "", steps, device=device)
         self.causes = causes_in(script)
         self.workers: Workers | None = None
-        """None: new processes for each run: a script may change modules that it imports."""
+        """None: new processes for each run, because a script may change modules that it imports."""
         self._made: dict[str, Made] = {}
 
     def plain(self) -> Made:
-        """On one rank, as the script is.
+        """On one rank, with the script unchanged.
 
         Raises:
-            UsageError: it makes no `Loop`, or the `Loop` is refused.
+            UsageError: it makes no `Loop`, or Lockstep refuses the `Loop`.
             LockstepError: it does not run.
         """
         try:
@@ -130,7 +130,7 @@ class ScriptRuns:
         except ExperimentFailed as failed:
             if failed.refused:
                 raise UsageError(failed.error) from None
-            remedy = "repair it; that file has its output and its traceback"
+            remedy = "fix it; that file has the output and the traceback"
             text = f"the script does not run on one rank: {failed.error}"
             raise LockstepError(text, where=str(self.log), remedy=remedy) from None
 
@@ -139,7 +139,7 @@ class ScriptRuns:
         return self.made("second", 1, notice=True)
 
     def reference(self) -> Made:
-        """On one rank, so that runs that are cut differently can be compared with it."""
+        """On one rank, so that runs with a different split can be compared with it."""
         first = self.plain()
         if not self.again().first.draws and not first.first.batch_norms and first.first.precision == "fp32":
             return first
@@ -194,10 +194,10 @@ def determinism(runs: ScriptRuns) -> CheckResult:
         return passed(f"{count} steps on one rank, twice: every loss and parameter the same", **more)
     curves = {"first": _curve(first), "second": _curve(again)}
     if first.first.samples != again.first.samples:
-        text = "the training data differ between two runs of the script: seed what makes them"
+        text = "the training data differ between two runs of the script: seed the code that makes them"
     elif step == 0:
         names = script_compare.names_at(first.first, again.first, 0)
-        text = f"the first weights differ between two runs ({names}): call torch.manual_seed before the model is made"
+        text = f"the first weights differ between two runs ({names}): call torch.manual_seed before making the model"
     else:
         names = script_compare.names_at(first.first, again.first, step or count) or ", ".join(different[:3])
         text = f"two runs on one rank differ from step {step or count} on" + (f", most in {names}" if names else "")
@@ -216,7 +216,7 @@ def accumulation(runs: ScriptRuns) -> CheckResult:
     """On one rank, with smaller, uneven micro-batches."""
     largest = runs.reference().first.micro
     if largest < 2:
-        return not_shown("a micro-batch has one sample, and cannot be cut")
+        return not_shown("a micro-batch has only one sample and cannot be split")
     micro = max(1, largest * 2 // 5)
     made = runs.made("accumulation", 1, exact=True, micro=micro)
     return _compared(runs, made, f"micro-batches of {micro} and of {largest} samples", ("kept",))
@@ -232,11 +232,11 @@ def strategies(runs: ScriptRuns) -> CheckResult:
 
 
 def resume(runs: ScriptRuns) -> CheckResult:
-    """A rank is killed in the middle, and the script is started again."""
+    """A rank is killed midway, and the script is started again."""
     undisturbed = runs.on_ranks()
     count, rank = len(undisturbed.first.losses), runs.nproc - 1
     if count < _FEWEST_STEPS:
-        return not_shown(f"the script makes {count} steps, and a kill in the middle needs {_FEWEST_STEPS}")
+        return not_shown(f"the script makes {count} steps, but a kill midway needs {_FEWEST_STEPS}")
     every = max(1, count // 4)
     killed_after = 2 * every + 1
     changes = {"exact": True, "save_every": every}
@@ -253,7 +253,7 @@ def resume(runs: ScriptRuns) -> CheckResult:
     if step is None and not different:
         return passed(f"{words}: weights bit-identical to those of the undisturbed run", **more)
     if step is not None and step == start:
-        return fault(f"{words}: the resumed run does not begin with the state of step {start}", **more)
+        return fault(f"{words}: the resumed run does not start with the state of step {start}", **more)
     names = script_compare.names_at(undisturbed.first, resumed.first, step or count) or ", ".join(different[:3])
     text = f"{words}: it differs from step {step or count} on, most in {names}"
     likely = runs.causes.words("kept", "random", "clocks")
@@ -280,19 +280,17 @@ def _compared(runs: ScriptRuns, made: Made, words: str, kinds: Sequence[str]) ->
     apart = _ranks_apart(made)
     if found.largest <= limit and not apart and not compare.is_too_large(limit):
         off = f" ({'; '.join(notes)})" if notes else ""
-        return passed(f"{words}: the same but for rounding{off}", notes=notes, **more)
+        return passed(f"{words}: equal up to rounding{off}", notes=notes, **more)
     step = found.first_step(limit)
     causes = _causes(runs, made, kinds, step=step)
-    text = f"{words} differ from step {step} on" if step is not None else f"{words} differ in the last weights"
+    text = f"{words} differ from step {step} on" if step is not None else f"{words} differ in the final weights"
     text += f", most in {found.worst()}" if found.worst() else ""
     text = f"{apart}; {text}" if apart else text
     draws = reference.first.draws
     curves = {"one rank": _curve(reference), "compared": _curve(made)}
     more |= {"notes": notes, "curves": curves}
     if draws and not apart:
-        drawn = (
-            f"the body of the loop draws random numbers ({', '.join(draws[:3])}), others for each rank and micro-batch"
-        )
+        drawn = f"the loop body draws random numbers ({', '.join(draws[:3])}), different ones by rank and micro-batch"
         read = runs.causes.words("ranks")
         return not_shown(f"{drawn}: {text}" + (f"; {read}" if read else ""), **more)
     if found.largest <= limit and not apart:
@@ -301,7 +299,7 @@ def _compared(runs: ScriptRuns, made: Made, words: str, kinds: Sequence[str]) ->
 
 
 def _causes(runs: ScriptRuns, made: Made, kinds: Sequence[str], *, step: int | None) -> str:
-    """What may make a run another one, as a sentence."""
+    """Possible reasons why a run differs, as a sentence."""
     reference = runs.reference()
     found = []
     for rank, recording in enumerate(made.ranks):
@@ -311,37 +309,37 @@ def _causes(runs: ScriptRuns, made: Made, kinds: Sequence[str], *, step: int | N
             if pair[0] != pair[1]
         ]
         if differing:
-            found.append(f"the training data of rank {rank} are not those of the run on one rank: seed what makes them")
+            found.append(f"the training data of rank {rank} differ from the run on one rank: seed what makes them")
             break
     found.append(runs.causes.words(*kinds, "random"))
     if step == 1:
         found.append(
-            "a loss that is a mean over something else than samples: step.backward(loss, units=...) says over how many"
+            "a loss that is a mean over something other than samples: pass its count: step.backward(loss, units=...)"
         )
     return "; ".join(text for text in found if text)
 
 
 def _ranks_apart(made: Made) -> str:
-    """A sentence on ranks whose weights are not the same; empty if they are, or are sharded."""
+    """A sentence about ranks whose weights differ; empty if they are equal, or sharded."""
     if made.first.is_sharded:
         return ""
     for rank, recording in enumerate(made.ranks[1:], 1):
         for step in sorted(recording.sketches):
             names = script_compare.names_at(made.first, recording, step)
             if names:
-                return f"rank {rank} has other weights than rank 0 after step {step} ({names})"
+                return f"rank {rank} has different weights than rank 0 after step {step} ({names})"
     return ""
 
 
 def _switched_off(runs: ScriptRuns) -> list[str]:
-    """What the comparisons leave out, because its results depend on how a batch is cut."""
+    """What the comparisons switch off, because its results depend on how a batch is split."""
     first, off = runs.plain().first, []
     gone = [draw for draw in runs.again().first.draws if draw not in runs.reference().first.draws]
     if gone:
         off.append(f"without dropout: {', '.join(gone[:3])}")
     if first.batch_norms:
         names = ", ".join(first.batch_norms[:3]) or "the model"
-        off.append(f"BatchNorm ({names}) with fixed statistics: it normalises by the micro-batch of each rank")
+        off.append(f"BatchNorm ({names}) with fixed statistics: it normalises over each rank's micro-batch")
     if first.precision != "fp32":
         off.append(f"in fp32 instead of {first.precision}")
     return off

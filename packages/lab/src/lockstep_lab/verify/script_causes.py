@@ -1,4 +1,4 @@
-"""What in a script may make its result depend on how it is run, from its text."""
+"""What in a script may make its result depend on how it is run, from its source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Causes:
     clocks: list[str] = field(default_factory=list)
     """Read a clock."""
     kept: list[str] = field(default_factory=list)
-    """Change in a loop, or in a function, what was made outside: state that a resumed process does not have."""
+    """Changes, in a loop or a function, of outside variables: state that a resumed process does not have."""
 
     def words(self, *names: str) -> str:
         """A sentence on the lines of some kinds; empty if there are none."""
@@ -49,7 +49,7 @@ class Causes:
 
 
 def causes_in(script: str) -> Causes:
-    """The causes in a script. Other files that it imports are not read."""
+    """The causes in a script. Files that it imports are not read."""
     causes = Causes(script)
     try:
         tree = ast.parse(Path(script).read_text(encoding="utf-8", errors="replace"))
@@ -77,7 +77,7 @@ def _add(found: list[str], node: ast.AST) -> None:
 
 
 def _walk(node: ast.AST, is_repeated: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Each node, and whether it stands in a loop or in a function."""
+    """Each node, and whether it is in a loop or in a function."""
     for child in ast.iter_child_nodes(node):
         repeated = is_repeated or isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.Lambda)
         yield child, repeated
@@ -102,7 +102,7 @@ def _draws(name: str) -> bool:
 
 
 def _names_outside_of_loops(tree: ast.AST) -> set[str]:
-    """Names that are set outside of loops and, at the top or in a function, may live longer than a step."""
+    """Names that are set outside loops and, at the top or in a function, may live longer than a step."""
     return {
         node.id
         for node, is_repeated in _walk(tree, False)

@@ -26,7 +26,7 @@ class Distance:
     weights: dict[int, float] = field(default_factory=dict)
     """By step: of the parameter that differs most, relative to all that the training moved."""
     final: dict[str, float] = field(default_factory=dict)
-    """Of the last weights, by parameter; those that differ most come first."""
+    """Of the final weights, by parameter; those that differ most come first."""
 
     @property
     def largest(self) -> float:
@@ -45,7 +45,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Made:
-    """A run that was made."""
+    """A completed run."""
 
     folder: Path
     ranks: Sequence[ScriptRecording]
@@ -56,7 +56,7 @@ class Made:
         return self.ranks[0]
 
     def weights(self, kind: str = "parameters") -> dict[str, Tensor]:
-        """The last `parameters` or `buffers`."""
+        """The final `parameters` or `buffers`."""
         loaded = torch.load(self.folder / FINAL, map_location="cpu", weights_only=True)
         found: dict[str, Tensor] = loaded[kind]
         return found
@@ -82,12 +82,12 @@ def distance(reference: Made, other: Made) -> Distance:
 
 
 def bound(noise: Distance, epsilon: float, steps: int) -> float:
-    """The largest distance that rounding explains; as `compare.rounding_bound`."""
+    """The largest distance that rounding explains; like `compare.rounding_bound`."""
     return max(SAFETY * noise.largest, SAFETY * epsilon * math.sqrt(steps))
 
 
 def differing_bits(reference: Made, other: Made) -> list[str]:
-    """The last parameters and buffers that are not the same, bit for bit."""
+    """The final parameters and buffers that are not bitwise equal."""
     names = []
     for kind in ("parameters", "buffers"):
         weights, others = reference.weights(kind), other.weights(kind)
@@ -96,7 +96,7 @@ def differing_bits(reference: Made, other: Made) -> list[str]:
 
 
 def first_step_of_bits(reference: ScriptRecording, other: ScriptRecording) -> int | None:
-    """The first step, from 1, with another loss or after which a parameter differs. 0: already the first weights do."""
+    """The first step, from 1, with a different loss or after which a parameter differs. 0: initial weights differ."""
     for step in sorted(other.sketches):
         if step in reference.sketches and not _same(reference.sketches[step], other.sketches[step]):
             return step

@@ -34,7 +34,7 @@ from lockstep_lab.verify.reference.data import numbers, read
 from lockstep_lab.verify.step_operations import RandomOperations
 
 FINAL = "verified.pt"
-"""The file of the last weights, in the folder of a run."""
+"""The file of the final weights, in the folder of a run."""
 _NUMBERS = 64
 """Size of the sketch of a tensor."""
 _SAMPLES = 8
@@ -43,23 +43,23 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A run of the script that is to be made."""
+    """A run of the script to make."""
 
     script: str
     arguments: tuple[str, ...]
     folder: str
     """Its run directory. In the directory of an earlier run, it resumes that run."""
     steps: int
-    """The run ends after this step."""
+    """The step after which the run ends."""
     micro: int | None = None
-    """Another largest micro-batch."""
+    """A different largest micro-batch."""
     strategy: str | None = None
     """Another strategy."""
     device: str | None = None
     exact: bool = False
-    """No dropout, BatchNorm with fixed statistics, and fp32: so that runs that are cut differently can be compared."""
+    """No dropout, BatchNorm with fixed statistics, and fp32: so that runs with different splits can be compared."""
     reverse: bool = False
-    """The samples of each micro-batch in reversed order: the same sums, rounded in another way."""
+    """The samples of each micro-batch in reversed order: the same sums, rounded differently."""
     notice: bool = False
     """Record where the body of the loop draws random numbers."""
     save_every: int = 0
@@ -70,13 +70,13 @@ class ScriptRun:
 
 @dataclass
 class ScriptRecording:
-    """What one rank saw of a run."""
+    """What one rank observed of a run."""
 
     losses: dict[int, float] = field(default_factory=dict)
     """The mean loss of the global batch, by step from 1."""
     sketches: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """A sketch of each parameter, by step; see `sketch`. That of the first step of the process is of the beginning.
-    Empty on other ranks than 0 where parameters are sharded."""
+    """A sketch of each parameter, by step; see `sketch`. The first step of the process has the initial one. Empty on
+    ranks other than 0 if parameters are sharded."""
     samples: list[int] = field(default_factory=list)
     """Digests of some training samples, spread over the data."""
     draws: list[str] = field(default_factory=list)
@@ -95,12 +95,12 @@ class ScriptRecording:
 
     @property
     def start(self) -> int:
-        """Steps that were done when the process began."""
+        """Steps that were done when the process started."""
         return min(self.sketches, default=0)
 
 
 def run_script(run: ScriptRun) -> ScriptRecording:
-    """Run the script on this rank, until its loop has made its steps.
+    """Run the script on this rank until its loop has made its steps.
 
     Raises:
         UsageError: it makes no `Loop`, or ends before a step.
@@ -126,7 +126,7 @@ def run_script(run: ScriptRun) -> ScriptRecording:
         raise UsageError("it made no lockstep.Loop", where=run.script, remedy=remedy)
     recording = trial.recording
     if not recording.has_ended or not recording.losses:
-        remedy = "write `for step in loop:`, and let it make at least one step"
+        remedy = "write `for step in loop:`, and let it run at least one step"
         raise UsageError("its Loop made no step", where=run.script, remedy=remedy)
     recording.draws = list(dict.fromkeys(trial.random.places))
     return recording
@@ -143,7 +143,7 @@ class ScriptTrial(user_trial.Trial):
         self.random = RandomOperations(self._is_in_body)
 
     def _is_in_body(self) -> bool:
-        """True from the beginning of a step to its update. Evaluations and the reading of samples are elsewhere."""
+        """True from the start of a step to its update. Evaluations and the reading of samples are outside."""
         step = None if self.loop is None else self.loop._step
         return step is not None and step.result is None
 
@@ -202,7 +202,7 @@ class ScriptTrial(user_trial.Trial):
             self.recording.micro = max([self.recording.micro, *map(len, made.result.indices)])
 
     def _whole(self) -> dict[str, Tensor]:
-        """The whole parameters; of sharded parameters on rank 0 only."""
+        """The whole parameters; for sharded parameters only on rank 0."""
         assert self.loop is not None
         run = self.loop._run
         if not self.recording.is_sharded:
@@ -236,7 +236,7 @@ class _Recorder(Part):
         if run.kill == (training.rank, step):
             os.kill(os.getpid(), signal.SIGKILL)
         if step >= run.steps:
-            training.request_stop("lockstep verify has seen enough steps")
+            training.request_stop("lockstep verify has enough steps")
 
 
 def _reversed(collate: Any, samples: Sequence[Any]) -> Any:
@@ -244,9 +244,9 @@ def _reversed(collate: Any, samples: Sequence[Any]) -> Any:
 
 
 def sketch(tensor: Tensor) -> list[float]:
-    """64 numbers that stand for a tensor: those of tensors at a distance d have about the distance d.
+    """64 numbers that represent a tensor: tensors at a distance d have sketches at about the distance d.
 
-    A tensor of 64 numbers or less is its own sketch. Otherwise each number is a sum over a part of the tensor, with
+    A tensor with at most 64 numbers is its own sketch. Otherwise each number is a sum over a part of the tensor, with
     signs that look random.
     """
     values = numbers(tensor).reshape(-1)

@@ -1,6 +1,6 @@
 """The operations of one training step: their results, their collectives, and where the host waits for the device.
 
-No other module knows `torch.utils._python_dispatch`, or the names of torch's collective operators.
+No other module uses `torch.utils._python_dispatch`, or the names of torch's collective operators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.parts.digest import digest
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)
 _PACKAGE = str(Path(lockstep.__file__).parent)
-_DISTRIBUTED = f"{_PACKAGE}/core/parallel"  # its own reductions count units and compute norms
+_DISTRIBUTED = f"{_PACKAGE}/core/parallel"  # its reductions count units and compute norms
 _AGREEMENT = f"{_DISTRIBUTED}/signals.py"
 _HOST_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _REDUCTIONS = {  # by operator, the position of the argument that holds its input tensors
@@ -54,22 +54,22 @@ class Communication:
     reductions: list[int] = field(default_factory=list)
     """Number of elements of each reduction in the forward and backward passes."""
     own_reductions: list[int] = field(default_factory=list)
-    """The same for reductions that the package itself asks for, to count units or to take a norm."""
+    """The same for reductions by the package itself, to count units or to compute a norm."""
     reductions_of_integers: list[int] = field(default_factory=list)
     """The same for reductions of integers. With `find_unused_parameters`, DDP adds up which parameters ranks used."""
     other_collectives: list[str] = field(default_factory=list)
     """Names of all other collectives."""
     broadcast_bytes: int = 0
     host_waits: list[tuple[str, bool]] = field(default_factory=list)
-    """Where the host read a value of the device: (file and line, whether the file belongs to the package)."""
+    """Where the host read a value from the device: (file and line, whether the file belongs to the package)."""
 
 
 class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, every operation of this thread and of its backward passes is recorded.
 
     Args:
-        optimizer: operations inside of its `step` are not counted, because torch's own optimizers read their counters.
-        device: tells of waits that no operation shows, such as copies of memory that is not pinned, if it can.
+        optimizer: operations inside its `step` are not counted, because torch's optimizers read their counters.
+        device: reports waits that no operation shows, such as copies of unpinned memory, if it can.
         digests: record each operation's name and a digest of its result, instead of its communication.
     """
 
@@ -136,7 +136,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
             caller = _caller()
-            is_backward = caller.f_code.co_name == "backward"  # of a strategy: gradients travel there
+            is_backward = caller.f_code.co_name == "backward"  # of a strategy: it exchanges gradients
             own = str(Path(caller.f_code.co_filename).parent) == _DISTRIBUTED and not is_backward
             if own and _is_of_no_step(caller):
                 return
@@ -153,18 +153,18 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, the names of operations that draw from a generator of torch are recorded.
+    """Inside, the names of operations that draw from a torch generator are recorded.
 
     Args:
-        wanted: whether the operation that comes now shall be looked at.
+        wanted: whether to examine the next operation.
     """
 
     def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.places: list[str] = []
-        """File and line of each operation after which the global generator of the CPU had another state. On other
-        devices, of each operation that may draw."""
+        """File and line of each operation that changed the state of the CPU's global generator. On other devices, of
+        each operation that may draw."""
         self._wanted = wanted
 
     def __torch_dispatch__(
@@ -190,7 +190,7 @@ class CoarseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.epsilon = 0.0
-        """Relative rounding of the coarsest of these results; 0 where there is none."""
+        """Relative rounding of the coarsest of these results; 0 if there is none."""
         self.words = ""
         """Its number format, and the file and line of the operation."""
 
@@ -215,7 +215,7 @@ def _rounding_of(tensor: Tensor) -> float:
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of floating-point or complex numbers among the arguments or results of an operation."""
+    """The floating-point or complex tensors among the arguments or results of an operation."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() or value.is_complex() else []
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
@@ -239,7 +239,7 @@ class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ComparingOperations(TorchFunctionMode):
-    """Inside, operations are recorded that compare the samples of a batch with each other.
+    """Inside, operations that compare the samples of a batch with each other are recorded.
 
     They either order the samples (sort, topk, cumsum along the batch), or their result has a number for each pair of
     samples: matrix products, distances, and operations that combine a tensor with itself, such as
@@ -295,9 +295,9 @@ def pretended_ranks(size: int) -> Iterator[CollectiveOperations]:
 
 
 def _is_of_no_step(frame: FrameType | None) -> bool:
-    """True where ranks agree whether to stop (once a second, so slow steps do so each time), or on shapes of buffers.
+    """True for collectives that agree on stopping (once a second, so in each slow step), or on shapes of buffers.
 
-    The latter is for the first steps of a process alone.
+    The latter happens only in the first steps of a process.
     """
     while frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED):
         if frame.f_code.co_filename == _AGREEMENT or frame.f_code.co_name == "_agree_on_shapes":
@@ -307,7 +307,7 @@ def _is_of_no_step(frame: FrameType | None) -> bool:
 
 
 def _caller() -> FrameType:
-    """The innermost frame outside of torch and of this folder."""
+    """The innermost frame outside torch and this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _VERIFY)):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Causes for which a training depends on how it is run: dropout, batch statistics, a mean instead of a sum."""
+"""Reasons why a training depends on how it is run: dropout, batch statistics, a mean instead of a sum."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from lockstep_lab.verify.step_operations import pretended_ranks
 from lockstep_lab.verify.zero_outputs import other_units
 
 _COMPARED_SAMPLES = 32  # for a loss that compares samples
-_NOT_ADDED_UP = 1e-3  # relative difference from which a weight does not add up
+_NOT_ADDED_UP = 1e-3  # relative difference above which a weight does not add up
 
 
 @dataclass
 class TaskProbe(Coupling):
-    """The facts that a forward and a backward pass over some samples show about a task."""
+    """The facts about the task that a forward and a backward pass over some samples show."""
 
     random: list[str] = field(default_factory=list)
     """Operations that draw random numbers in a training loss."""
     random_without_dropout: list[str] = field(default_factory=list)
-    """The same when dropout is switched off."""
+    """The same with dropout switched off."""
     random_in_evaluation: list[str] = field(default_factory=list)
     """The same for the loss in evaluation mode."""
     random_in_prediction: list[str] = field(default_factory=list)
     """The same for `Task.predict`."""
     random_in_collate: list[str] = field(default_factory=list)
-    """Generators from which `Task.collate` draws."""
+    """Generators that `Task.collate` draws from."""
     seeded_for_sample: list[str] = field(default_factory=list)
-    """Generators that reading or preparing a sample seeds by itself."""
+    """Generators that reading or preparing a sample seeds itself."""
     seeded_alike: list[str] = field(default_factory=list)
     """Those of them that get the same seed for every sample."""
     dropouts: int = 0
     """Dropout probabilities that were set to zero."""
     batch_norms: int = 0
-    """BatchNorm modules that normalise by the statistics of a batch in training. Frozen modules do not."""
+    """BatchNorm modules that normalise by batch statistics in training. Frozen modules do not."""
     without_statistics: int = 0
     """BatchNorm modules that keep no running statistics."""
     float64: bool = True
@@ -71,100 +71,100 @@ class TaskProbe(Coupling):
     weight_difference: str = ""
     """The difference of the weight of a batch from the sum over its samples."""
     model_difference: str = ""
-    """The difference of two models that were made under the same seed. See `repetition`."""
+    """The difference of two models that were made with the same seed. See `repetition`."""
     loss_difference: str = ""
-    """The losses of the same batch under the same seed, where they differ: two values."""
+    """The losses of the same batch with the same seed, if they differ: two values."""
     prediction_difference: str = ""
-    """The outputs for the same batch in evaluation mode under the same seed, where they differ: two values."""
+    """The outputs for the same batch in evaluation mode with the same seed, if they differ: two values."""
     rank_difference: str = ""
     """The difference of the loss of the same batch on rank 0 and on rank 1."""
     remarks: list[str] = field(default_factory=list)
-    """Facts that may be wrong, and may be meant so, for people."""
+    """Facts that may be faults or intended, for people."""
 
     moving_buffers: list[str] = field(default_factory=list)
-    """Buffers that a training pass moves, so that a second pass over the same batch has another loss."""
+    """Buffers that a training pass changes, so that a second pass over the same batch has a different loss."""
     moving: float = 0.0
-    """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
+    """Relative difference of the losses of two training passes over the same batch, with those buffers restored."""
     players: tuple[Player, ...] = ()
-    """The players of the task, which update in turn."""
+    """The alternating optimizers of the task (players), which update in turn."""
     gathers: bool = False
     """True if the task has `embed`, whose outputs ranks gather."""
     collectives: list[str] = field(default_factory=list)
-    """Collectives that the loss makes by itself, where there are several ranks."""
+    """Collectives that the loss makes itself if there are several ranks."""
 
     derivative: Literal["compared", "wrong", ""] = ""
     """True if the gradient was compared with a numerical derivative, and differs."""
 
     def own_gradients(self) -> str:
-        """Words for the end of a reason, where somebody wrote a backward pass."""
+        """Words for the end of a reason, if there are custom backward passes."""
         if not self.own_backwards:
             return ""
         names = ", ".join(self.own_backwards[:3])
         if self.derivative == "wrong":
-            return f"; but it is not the derivative of the loss, see the note. Backward passes of its own: {names}"
+            return f"; but it is not the derivative of the loss, see the note. Custom backward passes: {names}"
         if self.derivative == "compared":
             return f"; a numerical derivative agrees with the backward pass of {names}"
-        why = "the task does not run in float64" if not self.float64 else "the loss cannot be computed twice alike"
-        return f"; not compared with a numerical derivative, as {why}: the backward pass of {names}"
+        why = "the task does not run in float64" if not self.float64 else "the loss does not repeat exactly"
+        return f"; the backward pass of {names} was not compared with a numerical derivative, because {why}"
 
     def precision(self) -> str:
-        """Words for the end of a reason, where the model or the loss computes in a coarser number format on the way."""
-        return f"; the task rounds to {self.coarse}, and the bound counts it" if self.coarse else ""
+        """Words for the end of a reason, if the model or the loss computes in a coarser number format on the way."""
+        return f"; the task rounds to {self.coarse}, which the bound includes" if self.coarse else ""
 
     def notes(self) -> list[str]:
-        """The parts that a comparison of two trainings leaves out, for people."""
+        """What a comparison of two trainings switches off, for people."""
         notes = []
         if self.random and not self.random_without_dropout:
-            notes.append("dropout is off for this comparison: it draws other numbers on another number of ranks")
+            notes.append("dropout is off for this comparison: its draws depend on the number of ranks")
         if self.batch_norms:
             notes.append(
                 f"{self.batch_norms} BatchNorm modules keep fixed statistics for this comparison: "
-                "batch statistics depend on how the batch is cut"
+                "batch statistics depend on how the batch is split"
             )
         if self.moving_buffers:
             notes.append(
-                f"{len(self.moving_buffers)} buffers that each training pass moves are put back after each pass, "
-                "for this comparison: the number of passes depends on how the batch is cut: "
+                f"{len(self.moving_buffers)} buffers that each training pass changes are restored after each pass, "
+                "for this comparison, because the number of passes depends on how the batch is split: "
                 f"{', '.join(self.moving_buffers[:3])}"
             )
         if not self.float64:
-            notes.append(f"compared in the model's own number format, since float64 fails: {self.float64_error}")
+            notes.append(f"compared in the model's own number format, because float64 fails: {self.float64_error}")
         return notes
 
     def cause_of_indeterminism(self) -> str:
-        """Why the same training has another result the second time; empty where nothing is known."""
+        """Why the same training has a different result the second time; empty if unknown."""
         if self.model_difference:
             return self.model_difference
         if self.loss_difference:
             return (
-                f"the loss of the same batch is {self.loss_difference} with the same weights and the same seed: "
+                f"the loss of the same batch is {self.loss_difference} with the same weights and seed: "
                 "it depends on something that the seed does not determine, such as the clock"
             )
         return ""
 
     def obstacle(self) -> str | None:
-        """Why trainings on different numbers of ranks cannot be compared; None where they can."""
+        """Why trainings on different numbers of ranks cannot be compared; None if they can."""
         if self.moving > COUPLED * self.epsilon:
             return (
-                f"a second training pass over the same batch has another loss ({self.moving:.2g} off): the model or "
-                "the task counts its passes, and their number depends on how the batch is cut"
+                f"a second training pass on the same batch has a different loss ({self.moving:.2g} off): the model or "
+                "the task counts its passes, and their number depends on how the batch is split"
             )
         if self.cause_of_indeterminism():
             return f"{self.cause_of_indeterminism()}; see determinism"
         if self.random_without_dropout:
             operations = ", ".join(self.random_without_dropout[:3])
-            return f"the model draws random numbers besides dropout ({operations}), other numbers on each rank"
+            return f"the model draws random numbers in addition to dropout ({operations}), different ones on each rank"
         if self.random_in_collate:
             generators = ", ".join(self.random_in_collate)
-            return f"Task.collate draws random numbers ({generators}), other numbers for each micro-batch"
+            return f"Task.collate draws random numbers ({generators}), different ones for each micro-batch"
         if self.without_statistics:
             return (
                 f"{self.without_statistics} BatchNorm modules keep no running statistics, "
-                "so their result depends on how the batch is cut"
+                "so their result depends on how the batch is split"
             )
         if self.collectives:
             names = ", ".join(self.collectives[:3])
-            return f"Task.loss makes collectives of its own ({names}): it depends on which samples other ranks have"
+            return f"Task.loss makes collectives ({names}): it depends on which samples other ranks have"
         if self.compares_samples:
             return (
                 f"the loss of a batch is not the sum over its parts (off by {self.coupling:.2g} on a batch of two "
@@ -174,7 +174,7 @@ class TaskProbe(Coupling):
         return None
 
     def diagnosis(self) -> str:
-        """A likely cause where such trainings differ; empty where none is known."""
+        """A likely cause if such trainings differ; empty if none is known."""
         if self.rank_difference:
             return f"Task.loss depends on the rank: for the same batch, on ranks 0 and 1, {self.rank_difference}"
         if self.weight_difference:
@@ -182,12 +182,12 @@ class TaskProbe(Coupling):
         off = f"off by {self.coupling:.2g} on a batch of two halves"
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
-            return f"Task.loss must return a SUM over its units (reduction='sum'), and returns a mean{heads}: {off}"
+            return f"Task.loss must return a SUM over its units (reduction='sum'), but returns a mean{heads}: {off}"
         if self.coupling > COUPLED * self.epsilon:
             return (
                 f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other"
                 f"{self.meets_at and f', first in {self.meets_at}'}, or Task.weight counts wrongly. A ratio over the "
-                "batch (Dice, IoU, F-beta) gets the global batch by Task.embed, and of a mean by class weights, "
+                "batch (Dice, IoU, F-beta) gets the global batch through Task.embed; for a mean with class weights, "
                 "Task.weight returns the sum of the weights: lockstep --explain global_loss"
             )
         return ""
@@ -222,12 +222,12 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         before = generators.states()
         (whole, _), *_ = _batches(task, samples, world.device)
         probe.random_in_collate = generators.changed(before)
-        with contextlib.suppress(Exception):  # the training itself reports an error in the model or the loss
+        with contextlib.suppress(Exception):  # training reports errors in the model or the loss itself
             probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
         loss = loss_of_batch(task)
         probe.random = generators.random_operations(loss, model, whole)
         probe.random_in_evaluation = generators.random_operations(loss, model.eval(), whole)
-        with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
+        with contextlib.suppress(Exception):  # other checks report whether the task can predict
             probe.random_in_prediction = generators.random_operations(task.predict, model, whole)
             probe.prediction_difference = differs(task.predict, model, whole)
         model.train()
@@ -269,7 +269,7 @@ def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int
 
 
 def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
-    """Find out whether reading a sample seeds a global generator: its state then forgets the state before."""
+    """Find out whether reading a sample seeds a global generator: its state then forgets the previous one."""
     samples_of: Any = task.train_data()
     after: list[list[dict[str, str]]] = []
     for index in sorted({0, min(train_samples, len(samples_of)) - 1}):
@@ -278,7 +278,7 @@ def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
             generators.disturb(number)
             try:
                 task.prepare(samples_of[index], 0, True)
-            except Exception:  # other checks say which samples cannot be read
+            except Exception:  # other checks report unreadable samples
                 return
             states.append(generators.states())
         after.append(states)
@@ -292,14 +292,14 @@ def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
 
 
 def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 2) -> list[Batch]:
-    """A batch of all samples, and its two parts, cut behind one in `share` samples. A single sample has one part."""
+    """A batch of all samples, and its two parts, split after one in `share` samples. A single sample has one part."""
     half = len(samples) // share
     batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
     return [(data.to_device(batch, device), size) for batch, size in batches]
 
 
 def _refuse_other_formats(model: nn.Module, float64: bool) -> None:
-    """Raises TypeError where a forward pass gave a parameter another number format than float64, as some routers do."""
+    """Raises TypeError if a forward pass changed the format of a parameter from float64, as some routers do."""
     for name, parameter in model.named_parameters() if float64 else ():
         if parameter.is_floating_point() and parameter.dtype != torch.float64:
             raise TypeError(f"the forward pass converts the parameter {name} to {parameter.dtype}")
@@ -318,14 +318,14 @@ def _look_at_coupling(
         return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
 
     found = measure_coupling(task, model, converted(batches))
-    if found.has_comparison:  # a cut may show no coupling by chance
+    if found.has_comparison:  # a split may show no coupling by chance
         samples, device = read(most=_COMPARED_SAMPLES), next(model.parameters()).device
         for share in (2, 4, 8):
             found = measure_coupling(task, model, converted(_batches(task, samples, device, share)))
             if found.compares_samples:
                 found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
                 break
-    if needs_global_batch(task):  # samples are compared on purpose, and all of a global batch are there
+    if needs_global_batch(task):  # samples are compared on purpose, across the whole global batch
         found = Coupling(found.epsilon, found.coarse, found.own_backwards)
     vars(probe).update(vars(found))
     probe.has_comparison = found.has_comparison and bool(found.compares_samples)
@@ -342,15 +342,15 @@ def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:
             total = of_samples[head]
             if abs(count - total) > _NOT_ADDED_UP * max(abs(count), abs(total)):
                 probe.weight_difference = (
-                    f"it is {count:g} for a batch of {len(samples)} samples, and {total:g} for these samples one by one"
+                    f"it is {count:g} for a batch of {len(samples)} samples, but {total:g} for these samples one by one"
                 )
 
 
 def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samples: list[Any], batch: Any) -> None:
-    """Look for what may be wrong, on a model that drops nothing. A task that refuses such a look has no remarks."""
+    """Look for possible faults, on a model that drops nothing. A task that fails under this probe has no remarks."""
     if probe.loss_difference or probe.random_without_dropout:
         return
-    with contextlib.suppress(Exception):  # pretended collectives give arbitrary numbers
+    with contextlib.suppress(Exception):  # simulated collectives return arbitrary numbers
         probe.rank_difference = "" if probe.collectives else depends_on_rank(loss_of_batch(task), model, batch)
     if not task.changes.float64:
         return
@@ -359,8 +359,8 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
         probe.derivative = "wrong" if difference else "compared"
         if difference:
             probe.remarks.append(
-                f"the gradient is not the derivative of the loss: {difference}. This is right where detach(), a "
-                "straight-through estimator or a reversed gradient is meant. Otherwise look at the backward passes of "
+                f"the gradient is not the derivative of the loss: {difference}. This is correct if detach(), a "
+                "straight-through estimator or a reversed gradient is intended. If not, check the backward passes of "
                 "torch.autograd.Function"
             )
     with contextlib.suppress(Exception):
@@ -369,7 +369,7 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
 
 
 def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
-    """Find out whether a second training pass over the same batch has another loss, and which buffers moved."""
+    """Find out whether a second training pass over the same batch has a different loss, and which buffers changed."""
 
     def loss() -> float:
         return sum_of_heads(data.losses(task, model, batch)).item()
@@ -388,7 +388,7 @@ def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: 
 
 
 def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:
-    """Names of the collectives that the loss makes in a pretended world of two ranks. None of them communicates."""
+    """Names of the collectives that the loss makes in a simulated world of two ranks. None of them communicates."""
     with pretended_ranks(2) as operations, contextlib.suppress(Exception):
         data.losses(task, task.model().to(device).train(), batch)
     return operations.names

@@ -38,7 +38,7 @@ _CHECKPOINT_TIMEOUT_S, _LONGEST_STEP_S = 20.0, 2.0
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training that is to be made."""
+    """A training to run."""
 
     name: str
     world: int
@@ -48,9 +48,9 @@ class TrainingRun:
     folder: str
     """Its run directory. In the directory of an earlier training, it resumes that training."""
     changes: TaskChanges | None = None
-    """The changes in the task; None: no changes."""
+    """The changes to the task; None: no changes."""
     record: RecorderOptions | None = None
-    """The records that are kept; None: samples and losses alone."""
+    """What to record; None: only samples and losses."""
     stop_at: int | None = None
     """Stop and save after this step, as after a signal."""
     kill: tuple[int, int] | None = None
@@ -58,7 +58,7 @@ class TrainingRun:
     slow_writing: bool = False
     """Checkpoints are written only after one more step, as on a slow disk."""
     until: tuple[float, float] | None = None
-    """(share, least): stop when the loss above `least` is at most this share of what it was in the first step."""
+    """(share, least): stop when the loss above `least` is at most this fraction of its value in the first step."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Answer:
     value: Any = None
     """The value that the function returned."""
     error: str | None = None
-    """The text of the error; None where the function returned."""
+    """The text of the error; None if the function returned."""
     known: bool = False
     """True if the error is a `LockstepError`, whose text is written for users."""
     refused: bool = False
@@ -76,7 +76,7 @@ class Answer:
 
 
 def train(run: TrainingRun) -> Recording:
-    """Train on this rank as `run` says."""
+    """Train on this rank as `run` describes."""
     recording = _train(run)
     gc.collect()  # ends the loader workers and frees the hooks of this training
     return recording
@@ -93,7 +93,7 @@ def _train(run: TrainingRun) -> Recording:
         _after_step(run, recorder.recording.losses, step)
 
     recorder = TrainingRecorder(task, config, run.record or RecorderOptions(), after_step)
-    # Where the training waits for each checkpoint, there is no next step to wait for.
+    # If training waits for each checkpoint, there is no next step to wait for.
     is_slow = run.slow_writing and config["checkpoint"]["mode"] != "sync"
     with contextlib.suppress(Preempted), slow_disk if is_slow else contextlib.nullcontext():
         trainer.fit(task, recorder)
@@ -101,10 +101,10 @@ def _train(run: TrainingRun) -> Recording:
 
 
 class SlowDisk:
-    """Inside, a checkpoint of this process is written only after the next step, for which it waits up to 2 s.
+    """Inside, a checkpoint of this process is written only after the next step, waiting up to 2 s for it.
 
     Args:
-        last: the last step, after which there is no other.
+        last: the last step, which no step follows.
     """
 
     def __init__(self, last: int) -> None:
@@ -125,7 +125,7 @@ class SlowDisk:
 
 
 def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
-    """Kill this rank or stop the training, where `run` says so for this step."""
+    """Kill this rank or stop the training, if `run` asks for it after this step."""
     if run.kill is not None and step == run.kill[1] and this_process.rank() == run.kill[0]:
         # Steps may be faster than the writing of a checkpoint, and resuming from nothing would show little.
         deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S
@@ -142,9 +142,9 @@ def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, a GPU computes float32 with all of its 24 bits, in convolutions and products of matrices, too.
+    """Inside, a GPU computes float32 with all of its 24 bits, also in convolutions and matrix products.
 
-    TensorFloat-32, which GPUs use otherwise in convolutions, has 11 of them: no bound of float32 would hold.
+    TensorFloat-32, which GPUs otherwise use in convolutions, has 11: no bound of float32 would hold.
     """
     before, of_convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
@@ -251,7 +251,7 @@ def planned_epochs(epochs: int, plan: Mapping[str, Any]) -> list[list[int]]:
 
 
 def planned_evaluations(length: int, micro_batch: int, world: int) -> dict[str, list[int]]:
-    """The indices of all samples of an evaluation and of a prediction on `world` ranks, by words for them."""
+    """The indices of all samples of an evaluation and of a prediction on `world` ranks, by description."""
     planned: dict[str, list[int]] = {}
     for words, lengths in (("", None), (" by length", np.arange(length)[::-1] % 7)):
         plan = EvaluationPlan(length, micro_batch, lengths)

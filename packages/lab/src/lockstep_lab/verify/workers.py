@@ -1,7 +1,7 @@
-"""Worker processes that have torch imported, and run one function after the other in worlds of any size.
+"""Worker processes that have imported torch, and run one function after the other in worlds of any size.
 
-A verification makes dozens of trainings. So these processes stay, and
-get the environment variables of a rank from here instead of from torch's elastic agent.
+A verification runs dozens of trainings. So these processes stay, and get the environment variables of a rank from here
+instead of from torch's elastic agent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.core import shortages
 from lockstep.launch import warm_process
 
 _TIMEOUT_S = 1800.0  # of one function on all ranks
-# For the other ranks after one rank failed. A rank that waits in a collective notices the failure sooner by itself.
+# For the other ranks after one rank failed. A rank that waits in a collective usually notices the failure sooner.
 _TIMEOUT_AFTER_FAILURE_S = 30.0
 _ENDS_S = 10.0  # for a process that ends by itself, with its GPU
 
@@ -34,7 +34,7 @@ class Workers:
     """As many processes as the largest world so far. `close` ends them.
 
     Args:
-        log: the file that gets everything that the processes print.
+        log: the file for everything that the processes print.
     """
 
     def __init__(self, log: Path) -> None:
@@ -48,14 +48,14 @@ class Workers:
     ) -> list[Any]:
         """Call `function(*arguments)` on ranks 0 to `world` - 1 of a world of that size.
 
-        A process whose GPU has reported an error ends after its answer, and another process takes its place in the next
-        call: it could not use the GPU any more.
+        A process whose GPU has reported an error ends after its answer, because it can no longer use the GPU. A new
+        process replaces it in the next call.
 
         The call ends within `timeout_s`. After a rank has failed, the other ranks get 30 s more.
 
         Returns:
-            In rank order what the function returned. A returned object whose attribute `error` is set counts as a
-            failure of its rank. A `WorkerEnded` stands for a process that ended or was killed.
+            In rank order, what the function returned. A returned object whose attribute `error` is set counts as a
+            failure of its rank. A `WorkerEnded` represents a process that ended or was killed.
         """
         self._start(world)
         self._send(world, function, arguments)
@@ -81,16 +81,16 @@ class Workers:
         assert self._folder is not None
         # A new store file for each world: no port that another program may take, no entries of an earlier world.
         store = self._folder / f"world-{next(self._runs)}"
-        # cuBLAS reads its variable when it starts, which may be long before a training that must be deterministic.
+        # cuBLAS reads its variable when it starts, perhaps long before a training that must be deterministic.
         exact = {} if "CUBLAS_WORKSPACE_CONFIG" in os.environ else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         shared = exact | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCKSTEP_STORE": str(store)}
         for rank in range(world):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with contextlib.suppress(OSError):  # the process is gone, which `_receive` finds out
+            with contextlib.suppress(OSError):  # the process is gone, which `_receive` detects
                 self._workers[rank][1].send((environment, function, arguments))
 
     def _receive(self, rank: int) -> Any:
-        """The answer of a rank, or a `WorkerEnded` where its connection is closed."""
+        """The answer of a rank, or a `WorkerEnded` if its connection is closed."""
         process, connection = self._workers[rank]
         try:
             ends, answer = pickle.loads(connection.recv_bytes())
@@ -139,11 +139,11 @@ class Workers:
 
 
 class WorkerEnded:
-    """Stands in the place of the answer of a process that gave none.
+    """Replaces the answer of a process that gave none.
 
     Args:
         exit_code: negative for a signal.
-        reason: why the process was killed; empty where it ended by itself.
+        reason: why the process was killed; empty if it ended by itself.
     """
 
     def __init__(self, rank: int, exit_code: int | None, reason: str = "") -> None:
@@ -156,13 +156,13 @@ class WorkerEnded:
 
 
 def _serve(connection: Connection, log: str, start_method: str) -> None:
-    """The main function of a worker process. Loader workers start here as they start in the user's own processes."""
+    """The main function of a worker process. Loader workers start here as in the user's own processes."""
     multiprocessing.set_start_method(start_method, force=True)
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
-        # Whole lines, also under PYTHONUNBUFFERED: the lines of two ranks would mix.
+        # Whole lines, even with PYTHONUNBUFFERED: the lines of two ranks would mix.
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     import torch
 
@@ -174,7 +174,7 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
     frozen_modules = 0
     while True:
         if len(sys.modules) != frozen_modules:
-            # Every stay in a world collects garbage, which takes long where all of torch is looked through.
+            # Every world collects garbage, which takes long if all of torch is scanned.
             gc.collect()
             gc.freeze()
             frozen_modules = len(sys.modules)
@@ -189,10 +189,10 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        # Plain pickle: the pickler of multiprocessing would share tensors by file handles.
+        # Plain pickle: multiprocessing's pickler would share tensors through file handles.
         ends = device_errors.has_lost_device()
         with contextlib.suppress(BrokenPipeError):
             connection.send_bytes(pickle.dumps((ends, answer)))
         if ends:
             connection.close()
-            os._exit(1)  # the ordinary end may wait for the GPU
+            os._exit(1)  # an ordinary exit may wait for the GPU

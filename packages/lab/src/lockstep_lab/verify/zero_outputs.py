@@ -1,4 +1,4 @@
-"""The number of terms of a cross-entropy: with outputs that are all zero, n terms of C classes give n log C."""
+"""The number of terms of a cross-entropy: with outputs that are all zero, n terms of C classes make n log C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SINGLE_SAMPLES = 3
 def other_units(task: Task, model: nn.Module, samples: Sequence[Any], device: torch.device) -> str:
     """The difference of the units of `Task.weight` from the terms of a cross-entropy; empty: none is known.
 
-    A sum over several labels of each sample is right, so only a ratio that changes from batch to batch is said.
+    A sum over several labels of each sample is right, so only a ratio that changes from batch to batch is reported.
 
     Args:
         task: computes in float64.
@@ -52,7 +52,7 @@ def other_units(task: Task, model: nn.Module, samples: Sequence[Any], device: to
             terms, units = next(pair for pair in pairs if pair[0] != pair[1])
             name = "" if head == "loss" else f" of {head!r}"
             return (
-                f"the loss{name} of a batch is a sum over {terms:g} terms, and Task.weight counts {units:g} units, in "
-                "another ratio in other batches. If the loss is to be a mean over its terms, let the weight count them"
+                f"the loss{name} of a batch is a sum over {terms:g} terms, but Task.weight counts {units:g} units, in "
+                "a different ratio in other batches. If the loss is a mean over its terms, let the weight count them"
             )
     return ""

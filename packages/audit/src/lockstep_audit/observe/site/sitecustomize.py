@@ -1,4 +1,4 @@
-"""Python imports this at its start where `lockstep-audit` put this folder into PYTHONPATH: children are observed."""
+"""Python imports this when it starts, if `lockstep-audit` put this folder into PYTHONPATH: children are observed."""
 
 import importlib.machinery
 import importlib.util
@@ -19,7 +19,7 @@ def _run_the_other() -> None:
 _run_the_other()
 try:
     from lockstep_audit.observe import boot
-except ImportError:  # another Python, without Lockstep
+except ImportError:  # a different Python, without Lockstep
     pass
 else:
     boot.activate_from_environment()

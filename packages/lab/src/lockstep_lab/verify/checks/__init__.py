@@ -1,4 +1,4 @@
-"""The checks by name, in the order in which they are made. Each is a function from the experiments to its result."""
+"""The checks by name, in the order in which they run. Each is a function from the experiments to its result."""
 
 from __future__ import annotations
 

@@ -18,15 +18,15 @@ from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, p
 
 _PREDICTED_SAMPLES = 64
 _LARGEST_MICRO_BATCH = 16
-_CUTTING_BOUND, _CUTTING_BOUND_16 = 1e-3, 5e-2  # a rounding may move a sample to another class
+_CUTTING_BOUND, _CUTTING_BOUND_16 = 1e-3, 5e-2  # rounding may move a sample to a different class
 _LONGEST_EXAMPLE = 200  # characters
-_METRIC_BOUND = 1e-6  # torchmetrics adds in float32; losses are equal to the last bit
+_METRIC_BOUND = 1e-6  # torchmetrics adds in float32; losses are bitwise equal
 
 
 def evaluation(experiments: Experiments) -> CheckResult:
     """Every metric on all ranks is the metric of one process, and of a plain loop without the engine.
 
-    Where the evaluation draws random numbers, the plain loop draws others and is not compared.
+    If the evaluation draws random numbers, the plain loop draws different ones and is not compared.
     """
     experiments.undisturbed()
     if experiments.data_sizes()[1] == 0:
@@ -72,8 +72,8 @@ def evaluation(experiments: Experiments) -> CheckResult:
     if random:
         more["notes"] = [
             "not compared with a plain loop: the task draws random numbers in evaluation mode "
-            f"({', '.join(random[:3])}), so that the same batch twice has different results. If this is not meant: "
-            "functional.dropout needs training=self.training"
+            f"({', '.join(random[:3])}), so the same batch gives different results. If this is not intended: "
+            "pass training=self.training to functional.dropout"
         ]
         return passed(text, **more)
     return passed(f"{text} and of a plain loop", **more)
@@ -87,7 +87,7 @@ def _micro_batch(experiments: Experiments, largest: int) -> int:
 
 
 def _wrong_plan(experiments: Experiments, length: int, micro: int) -> str:
-    """A complaint if the plan of an evaluation of `length` samples has some sample twice or not at all; else empty."""
+    """A complaint if the plan of an evaluation of `length` samples repeats or omits a sample; else empty."""
     world = experiments.nproc
     plans = experiments.run("evaluation-plan", 1, worker_functions.planned_evaluations, length, micro, world)[0]
     for what, indices in plans.items():
@@ -105,9 +105,9 @@ def _wrong_plan(experiments: Experiments, length: int, micro: int) -> str:
 def _depends_on_cutting(
     experiments: Experiments, by_loop: Mapping[str, float], micro: int, changes: TaskChanges
 ) -> str:
-    """A complaint if the plain loop finds other metrics with smaller micro-batches; else empty.
+    """A complaint if the plain loop finds different metrics with smaller micro-batches; else empty.
 
-    So does a mean over the values of batches, or a metric that compares outputs with other samples' labels.
+    A mean over batch values does, and so does a metric that compares outputs with other samples' labels.
 
     Args:
         by_loop: the metrics with micro-batches of `micro` samples.
@@ -115,7 +115,7 @@ def _depends_on_cutting(
     smaller = micro // 2
     if not smaller:
         return ""
-    couples = experiments.probe().compares_samples  # then the loss depends on the cut, and metrics must not
+    couples = experiments.probe().compares_samples  # then the loss depends on the split, but metrics must not
     config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
     (again,) = experiments.run(
         "evaluated-by-a-loop-in-smaller-batches",
@@ -136,14 +136,14 @@ def _depends_on_cutting(
     if largest <= bound:
         return ""
     return (
-        f"{worst} is {by_loop.get(worst)} where a plain loop evaluates {micro} samples at a time, and "
-        f"{again.get(worst)} where it evaluates {smaller}: it must not depend on how samples are cut into batches. A "
-        "mean over the values of batches does, and so does a metric that mixes samples"
+        f"{worst} is {by_loop.get(worst)} if a plain loop evaluates {micro} samples at a time, and "
+        f"{again.get(worst)} if it evaluates {smaller}: it must not depend on how samples are batched. A "
+        "mean over batch values does, and so does a metric that mixes samples"
     )
 
 
 def _largest_difference(reference: Mapping[str, float], others: list[dict[str, float]]) -> tuple[str, float]:
-    """The metric that differs most from `reference`, and its relative difference; infinite where one side lacks it."""
+    """The metric that differs most from `reference`, and its relative difference; infinite if one side lacks it."""
     worst, largest = "", 0.0
     for key in {key for metrics in (reference, *others) for key in metrics}:
         for other in others:
@@ -164,14 +164,14 @@ def _relative_difference(first: float | None, second: float | None) -> float:
 
 
 def predictions(experiments: Experiments) -> CheckResult:
-    """Predictions on all ranks are those of a plain loop, and differ where their truths differ."""
+    """Predictions on all ranks are those of a plain loop, and differ if their truths differ."""
     experiments.learned(1)
     baseline, probe, nproc = experiments.baseline(), experiments.probe(), experiments.nproc
     if baseline.no_data or baseline.no_predict:
         return not_shown("there is no evaluation data" if baseline.no_data else "the task has no predict")
     if probe.random_in_prediction:
         names = ", ".join(probe.random_in_prediction[:3])
-        return not_shown(f"Task.predict draws random numbers ({names}), and other numbers for each micro-batch")
+        return not_shown(f"Task.predict draws random numbers ({names}), different ones for each micro-batch")
     # Several micro-batches for each rank, and a partial one at the end.
     micro = _micro_batch(experiments, max(1, _PREDICTED_SAMPLES // (3 * nproc) - 1))
     config, folder = experiments.short_config(batch__micro=micro), str(experiments.learned_folder())
@@ -196,42 +196,42 @@ def predictions(experiments: Experiments) -> CheckResult:
         or not _is_same_prediction(row, engine[number], tolerance)
         or not _are_same_tensors(summaries[number], summaries_of_engine[number], tolerance)
     ]
-    if len(wrong) > len(rows) // 20 or len(engine) != len(rows):  # a few samples may lie between two classes
+    if len(wrong) > len(rows) // 20 or len(engine) != len(rows):  # a few samples may be between two classes
         first = wrong[0] if wrong else len(rows)
         example = ""
         if first < min(len(rows), len(engine)):
-            example = f"sample {first} alone is {_brief(rows[first])}, and {_brief(engine[first])} on {nproc} ranks"
+            example = f"sample {first} by itself is {_brief(rows[first])}, and {_brief(engine[first])} on {nproc} ranks"
             padded = _padded(rows[first], engine[first])
             if padded:
                 example = (
                     f"the output for sample {first} has the shape {padded[0]} alone, and {padded[1]} on {nproc} ranks: "
-                    "batches are padded to their longest sample. The numbers before the padding differ, too: mask what "
-                    f"pads a batch in the model. {example}"
+                    "batches are padded to their longest sample. The numbers before the padding also differ: mask "
+                    f"the padding in the model. {example}"
                 )
             elif _is_same_prediction(rows[first], engine[first], tolerance):
                 example = (
-                    f"the output for sample {first} alone has tensors of (shape, mean, norm) {summaries[first]}, "
+                    f"the output for sample {first} by itself has tensors of (shape, mean, norm) {summaries[first]}, "
                     f"and {summaries_of_engine[first]} on {nproc} ranks"
                 )
-        text = f"{len(wrong)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {example}"
+        text = f"{len(wrong)} of {len(rows)} predictions ({len(engine)} made) differ from a plain loop's: {example}"
         if probe.prediction_difference:
             text = (
-                "Task.predict gives other outputs for the same batch twice, with the same seed: "
+                "Task.predict returns different outputs for the same batch and seed: "
                 f"{probe.prediction_difference}. {text}"
             )
         return fault(text.rstrip(". "), **more)
     if len(different) == 1 and len(truths) > 1:
-        return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)
+        return fault(f"all {len(rows)} samples get the same prediction, despite {len(truths)} different truths", **more)
     known = f" with {counted(len(truths), 'different truth')}" if truths else ""
     padded, notes = next(filter(None, map(_padded, rows, engine)), None), list[str]()
     if padded:
         notes = [
             f"outputs are padded to the longest sample of a batch, such as from {padded[0]} to {padded[1]}, and only "
-            "what is before the padding is compared. A Presenter that cuts them lets `lockstep predict` write the same "
-            "for any batch.micro"
+            "values before the padding are compared. A Presenter that cuts it off makes `lockstep predict` write the "
+            "same for every batch.micro"
         ]
     if not truths:
-        notes.append("Presenter.truth gives no label, so that predictions are shown without their truths")
+        notes.append("Presenter.truth returns no label, so predictions are shown without their truths")
     more["notes"] = notes
     return passed(
         f"{counted(len(different), 'different prediction')} for {counted(len(rows), 'sample')}{known}, "
@@ -243,7 +243,7 @@ def predictions(experiments: Experiments) -> CheckResult:
 def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], tolerance: float) -> bool:
     """True if two outputs have the same tensors, as `worker_functions.summary` describes them, up to rounding.
 
-    Tensors of other shapes are not compared: a batch of several samples may have padded them.
+    Tensors with different shapes are not compared: a batch of several samples may have padded them.
     """
     return len(by_loop) == len(by_engine) and all(
         shape != other_shape or _is_same_prediction(list(numbers), list(others), tolerance)
@@ -252,7 +252,7 @@ def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], toleranc
 
 
 def _padded(by_loop: Any, by_engine: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shapes of an output alone and in a batch that has padded it; of a mapping, those of the first such output."""
+    """The shapes of an output by itself and in a batch that padded it; for a mapping, those of the first such one."""
     if isinstance(by_loop, Mapping) and isinstance(by_engine, Mapping):
         pairs = ((value, by_engine[key]) for key, value in by_loop.items() if key in by_engine)
         return next(filter(None, (_padded(*pair) for pair in pairs)), None)
@@ -272,7 +272,7 @@ def _brief(value: Any) -> str:
 def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
     """True if two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`.
 
-    The loop predicts single samples. So a tensor of the engine may be longer, by the padding of its batch.
+    The loop predicts single samples, so a tensor of the engine may be longer by the padding of its batch.
     """
     if _padded(by_loop, by_engine) and not isinstance(by_loop, Mapping):
         by_engine = by_engine[tuple(map(slice, by_loop.shape))]

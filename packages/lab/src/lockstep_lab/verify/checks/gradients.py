@@ -1,4 +1,4 @@
-"""Does the optimizer get the right gradients? They are those of plain torch, and each is reduced once per step."""
+"""Does the optimizer get the right gradients? They must equal plain torch's, and be reduced once per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep_lab.verify.reference.gradient import GradientComparison
 from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _ROUNDINGS = 1000.0
-_BACKWARD = f"{Path(single.__file__).name}:"  # the file whose line makes the backward pass
+_BACKWARD = f"{Path(single.__file__).name}:"  # the file that runs the backward pass
 _EPSILON_64, _EPSILON_32 = 2.0**-52, 2.0**-23
 _EXPECTED_COLLECTIVES = {  # of buffers, and of sharded parameters
     "broadcast",
@@ -43,9 +43,9 @@ def gradients(experiments: Experiments) -> CheckResult:
     )
     if worst is None:
         if complaints or learned[0].grad_norms:
-            few = "no step from which gradients were to be compared has a valid unit"
+            few = "no step whose gradients were to be compared has a valid unit"
             return fault("; ".join(complaints)) if complaints else not_shown(few)
-        return fault("no update was made")
+        return fault("training made no update")
     bound = _bound(worst, probe.epsilon)
     more = {
         "value": worst.difference,
@@ -55,11 +55,11 @@ def gradients(experiments: Experiments) -> CheckResult:
     }
     obstacle = probe.obstacle()
     if obstacle is None and worst.difference <= bound and is_too_large(bound):
-        obstacle = f"rounding may change the gradient by {bound:.2g}, so that a fault could hide in it"
+        obstacle = f"rounding may change the gradient by {bound:.2g}, which could hide a fault"
         obstacle += probe.precision()
     if obstacle is None and not worst.difference <= bound:
         text = (
-            f"the gradient is not plain torch's: {worst.difference:.2g} off, {worst.ratio:.6g} times as long, "
+            f"the gradient differs from plain torch's: {worst.difference:.2g} off, {worst.ratio:.6g} times as long, "
             f"most in {worst.worst}"
         )
         complaints.append(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "))
@@ -69,7 +69,7 @@ def gradients(experiments: Experiments) -> CheckResult:
         return not_shown(obstacle, **more)
     return passed(
         f"equal to plain torch's in {len(comparisons)} steps; in {len(learned[0].grad_norms)} steps finite, "
-        f"and not zero for each of {len(learned[0].trainable)} trainable parameters{probe.precision()}"
+        f"and nonzero for each of {len(learned[0].trainable)} trainable parameters{probe.precision()}"
         f"{probe.own_gradients()}",
         **more,
     )
@@ -78,15 +78,15 @@ def gradients(experiments: Experiments) -> CheckResult:
 def _bound(comparison: GradientComparison, epsilon: float) -> float:
     """The largest difference of two gradients that rounding explains.
 
-    A model may amplify rounding, by a division by small deviations for example. So what another order of the samples
-    changed counts as well.
+    A model may amplify rounding, for example by dividing by small deviations. So the change caused by reordering the
+    samples counts as well.
     """
     rounding = _ROUNDINGS * max(comparison.epsilon, epsilon) * max(1.0, comparison.condition)
     return max(rounding, SAFETY * comparison.noise)
 
 
 def _wrong_norms(recording: Recording, experiments: Experiments) -> list[str]:
-    """Complaints about norms that are not finite, zero, or not those that were logged, after clipping."""
+    """Complaints about norms that are not finite, are zero, or differ from the logged norms, after clipping."""
     logged = {
         int(entry["step"]) - 1: entry["train/grad_norm"] for entry in recording.entries if "train/grad_norm" in entry
     }
@@ -110,7 +110,7 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
     length = experiments.epoch_length(True)
     steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=config["data"]["drop_last"])
     base = optim["lr"] * schedule.scaled_lr(optim, batch)
-    # The last parameter group, of which the rates are recorded, may be a group with a rate of its own.
+    # The last parameter group, whose rates are recorded, may have its own rate.
     has_own_rates = any(group.get("lr") for group in optim["groups"])
     has_own_rates = has_own_rates or recording.own_rates
     if not has_own_rates and not math.isclose(recording.base_lr, base, rel_tol=1e-9):
@@ -129,12 +129,12 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
     # A step without units makes no update and has no loss, so losses do not count steps.
     steps, updates = len(recording.samples), len(recording.learning_rates)
     if updates != steps - skipped:
-        return [f"{steps} steps, of which {skipped} were skipped, made {updates} updates"]
+        return [f"{steps} steps, {skipped} of them skipped, made {updates} updates"]
     return []
 
 
 def _endless_warmup(experiments: Experiments) -> list[str]:
-    """A complaint if the whole training, as the config has it, is shorter than its warm-up."""
+    """A complaint if the whole training, as configured, is shorter than its warm-up."""
     config, length = experiments.config, experiments.epoch_length(False)
     train, curve = config["train"], config["schedule"]
     steps_per_epoch = order.steps_per_epoch(length, experiments.global_batch, drop_last=config["data"]["drop_last"])
@@ -146,13 +146,13 @@ def _endless_warmup(experiments: Experiments) -> list[str]:
 
 
 def _wrong_updates(experiments: Experiments) -> list[str]:
-    """Complaints about updates, averages or frozen parameters that are not what torch.optim and train.unfreeze make."""
+    """Complaints about updates, averages or frozen parameters that differ from torch.optim and train.unfreeze."""
     (recording,) = experiments.one_process()
     epsilon = _EPSILON_64 if experiments.probe().float64 else _EPSILON_32
     moved = max(recording.moved, 1e-30)
     name = experiments.config["optim"]["name"]
     return [
-        f"{kind} are not those of a new torch.optim.{name}: {difference / moved:.2g} of what training moved"
+        f"{kind} differ from those of a new torch.optim.{name}: {difference / moved:.2g} of what training moved"
         for kind, difference in recording.reference_differences.items()
         if not difference <= _ROUNDINGS * epsilon * moved
     ] + recording.wrongly_trainable[:1]
@@ -167,11 +167,11 @@ def _wrong_modules(recordings: list[Recording]) -> list[str]:
     wrong = next((recording.wrong_modes for recording in recordings if recording.wrong_modes), [])
     if wrong:
         names = f"{', '.join(wrong[:5])}{' and others' if len(wrong) > 5 else ''}"
-        complaints.append(f"when training began, modules were not in the mode that model.train() gives them: {names}")
+        complaints.append(f"when training began, modules were not in the mode that model.train() sets: {names}")
     unused = [name for name in recordings[0].unused if all(name in recording.unused for recording in recordings)]
     if unused:
         complaints.append(
-            f"{len(unused)} trainable parameters got no gradient other than zero in {len(recordings[0].losses)} steps: "
+            f"{len(unused)} trainable parameters got only zero gradients in {len(recordings[0].losses)} steps: "
             f"{', '.join(unused[:5])}"
         )
     return complaints
@@ -185,7 +185,7 @@ def collectives(experiments: Experiments) -> CheckResult:
     first, nproc = recordings[0], experiments.nproc
     if not first.communication:
         return not_shown(f"{experiments.steps} steps are too few to record the collectives of one step")
-    # The step with the fewest collectives has only its own.
+    # The step with the fewest collectives has only the necessary ones.
     quietest = [
         min(recording.communication.values(), key=lambda step: len(step.own_reductions) + len(step.other_collectives))
         for recording in recordings
@@ -193,7 +193,7 @@ def collectives(experiments: Experiments) -> CheckResult:
     elements, reduced = _elements(first, nproc, experiments.probe().players), sum(quietest[0].reductions)
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
-    without = " with parallel.tensor=1" if experiments.groups < nproc else ""  # a mesh exchanges activations, too
+    without = " with parallel.tensor=1" if experiments.groups < nproc else ""  # a mesh also exchanges activations
     text = (
         f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
         f"in a step of {micro_batches} micro-batches{without}, "
@@ -207,30 +207,31 @@ def collectives(experiments: Experiments) -> CheckResult:
     }
     if experiments.hybrid_sharding:
         return not_shown(
-            "gradients are reduced within groups of ranks and between groups, and only one of both is counted", **more
+            "gradients are reduced within groups of ranks and between groups, but only one of the two is counted",
+            **more,
         )
     if nproc > 1 and reduced != elements:
         return fault(text, **more)
     integers = sum(quietest[0].reductions_of_integers)
     expected = len(first.trainable) if experiments.config["parallel"]["find_unused_parameters"] else 0
     if integers > expected:
-        return fault(f"{integers:,} integers are reduced in every step, and {expected:,} are needed", **more)
+        return fault(f"{integers:,} integers are reduced in every step, but only {expected:,} are needed", **more)
     own_reductions = len(quietest[0].own_reductions)
     gathers = experiments.probe().gathers
     if own_reductions > 2 + gathers:
         return fault(
             f"{own_reductions} small reductions in a step; "
-            "counting its units takes one, and the norm of sharded gradients takes another",
+            "counting units takes one, and the norm of sharded gradients another",
             **more,
         )
     unexpected = sorted({name for step in quietest for name in step.other_collectives} - _EXPECTED_COLLECTIVES)
     unexpected = [name for name in unexpected if not (gathers and name == "allgather")]
     if unexpected:
-        return fault(f"every step makes collectives that no step needs: {', '.join(unexpected)}", **more)
+        return fault(f"every step makes unnecessary collectives: {', '.join(unexpected)}", **more)
     broadcast = max(step.broadcast_bytes for step in quietest)
     if broadcast > first.buffer_bytes * micro_batches:
         return fault(
-            f"{broadcast:,} bytes are broadcast in every step, and buffers have {first.buffer_bytes:,} bytes", **more
+            f"{broadcast:,} bytes are broadcast in every step, but buffers have {first.buffer_bytes:,} bytes", **more
         )
     if waits:
         return fault(f"the host waits for the device in every step, at {', '.join(waits[:3])}", **more)
@@ -238,7 +239,7 @@ def collectives(experiments: Experiments) -> CheckResult:
 
 
 def _record_communication(experiments: Experiments) -> list[Recording]:
-    """Train on all ranks with several micro-batches each. Nothing is logged, so that steps make only what they need."""
+    """Train on all ranks with several micro-batches each, without logging, so that steps do only what they need."""
     config = experiments.short_config(
         batch__micro=experiments.small_micro_batch, log__every_steps=experiments.steps, train__unfreeze=[]
     )
@@ -254,7 +255,7 @@ def _record_communication(experiments: Experiments) -> list[Recording]:
 
 
 def _elements(recording: Recording, nproc: int, players: Sequence[Player] = ()) -> int:
-    """Number of gradient elements that a step must reduce, in which only players update that update in every step."""
+    """Gradient elements that a step must reduce, if only alternating optimizers that update every step update."""
     names = {name: recording.names.get(name, [name]) for name in recording.trainable}
     in_turn = [
         name for one in players if one.every == 1 for name in names if one.owns(names[name]) for _ in range(one.updates)
@@ -267,16 +268,16 @@ def _elements(recording: Recording, nproc: int, players: Sequence[Player] = ()) 
 
 
 def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[list[str], list[str]]:
-    """The places at which the package waits for the device, and notes about waits that are no fault."""
-    # In its first turn, a player checks its gradients.
+    """The places at which the package waits for the device, and notes about waits that are not faults."""
+    # At its first turn, an alternating optimizer checks its gradients.
     first = max((player.every for player in experiments.probe().players), default=0)
     steps = [step for one in recordings for number, step in one.communication.items() if number >= first]
     waits = {wait for step in steps for wait in step.host_waits}
     by_package = sorted(place for place, in_package in waits if in_package)
     by_task = sorted(place for place, in_package in waits if not in_package)
-    notes = [f"the task itself makes the host wait for the device, at {', '.join(by_task[:3])}"] if by_task else []
+    notes = [f"the task itself makes the host wait for the device at {', '.join(by_task[:3])}"] if by_task else []
     if experiments.config["precision"] == "fp16" and by_package:
-        # GradScaler must know whether a step overflowed, and waits for that alone.
+        # GradScaler must know whether a step overflowed, and waits only for that.
         by_scaler = [place for place in by_package if place.startswith("step.py:")][:3]
         by_package = [place for place in by_package if place not in by_scaler]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")

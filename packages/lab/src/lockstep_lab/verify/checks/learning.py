@@ -1,4 +1,4 @@
-"""Does the training learn anything? The loss falls, metrics improve, and a few samples can be learned by heart."""
+"""Does the training learn anything? The loss falls, metrics improve, and the model can overfit a few samples."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.reference import schedule
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
-_SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
-_FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; chance gives it once in 200 trainings
+_SIGNIFICANT_T = -2.6  # of the slope of a loss; by chance, t is smaller once in 200 trainings
+_FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; by chance once in 200 trainings
 _NO_LOSS = 1e-3  # of the untrained model's loss
 _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
-_LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
-_OPPONENTS = "its players lower losses of their own, and one loss may rise while the other falls"
+_LEFT_OF_LOSS = 0.05  # fraction of the first loss at which samples count as overfitted
+_OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
 _FEW_SAMPLES = 8
-_LONGER = 4  # times as many steps, where samples are almost learned by heart
+_LONGER = 4  # times as many steps, if samples are almost overfitted
 _EVAL_SAMPLES = 2000
-_TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a constant output on so few samples, by chance
+_TOO_FEW_EVAL_SAMPLES = 20  # by chance, a good model may be worse than a constant on so few samples
 
 
 def loss(experiments: Experiments) -> CheckResult:
@@ -58,11 +58,11 @@ def loss(experiments: Experiments) -> CheckResult:
         baseline = experiments.baseline()
         if not baseline.obstacle and max(curve) < 0.5 * baseline.values["loss"]:
             return not_shown(
-                f"the loss does not fall, but is low already: {path}; "
-                f"the best constant output has {baseline.values['loss']:.4g}",
+                f"the loss does not fall, but is already low: {path}; "
+                f"the best constant output reaches {baseline.values['loss']:.4g}",
                 **more,
             )
-        return fault(f"the loss does not fall: {path}; look at the gradients, the labels and optim.lr", **more)
+        return fault(f"the loss does not fall: {path}; check the gradients, the labels and optim.lr", **more)
     if highest - first > abs(first) and not _are_calm(by_epoch, curve[0]):
         return fault(
             f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; "
@@ -89,7 +89,7 @@ def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float
 
 
 def _are_calm(means: Sequence[float], first: float) -> bool:
-    """True if epochs' mean losses never double, and end below the loss of the first step.
+    """True if the epochs' mean losses never double, and end below the loss of the first step.
 
     Single steps may still be far apart: some have few samples, or units of a head that most steps lack.
     """
@@ -98,7 +98,7 @@ def _are_calm(means: Sequence[float], first: float) -> bool:
 
 
 def t_of_epochs(means: Sequence[float]) -> float:
-    """The fall of the epochs' mean losses from the first half to the later, in standard deviations; 0 if none."""
+    """The fall of the epochs' mean losses from the first half to the second, in standard deviations; 0 if none."""
     later = means[len(means) // 2 :]
     if len(means) < _FEWEST_EPOCHS or not all(map(math.isfinite, means)):
         return 0.0
@@ -123,7 +123,7 @@ def t_of_slope(curve: Sequence[float]) -> float:
 
 
 def metric(experiments: Experiments) -> CheckResult:
-    """The trained model is better than any constant output that was tried, by more than chance explains."""
+    """The trained model beats every constant output that was tried, by more than chance explains."""
     baseline = experiments.baseline()
     if baseline.obstacle:
         return not_shown(baseline.obstacle)
@@ -156,15 +156,15 @@ def metric(experiments: Experiments) -> CheckResult:
     losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {steps} steps"
     if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
         return fault(
-            "the evaluation after training gives what the untrained model gave, though the loss fell: "
+            "the evaluation after training equals that of the untrained model, although the loss fell: "
             f"{what} {trained[what]:.4g}",
             **more,
         )
     if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
-        text = f"{trained['samples']:g} evaluation samples are too few to tell whether it beats a constant output"
+        text = f"{trained['samples']:g} evaluation samples are too few to decide whether it beats a constant output"
         return not_shown(f"{text}: {losses}", **more)
     if experiments.probe().without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
-        text = "the loss has no labels, and a constant output has almost no loss: the loss compares outputs of a sample"
+        text = "the loss has no labels, and a constant output has almost no loss: it compares outputs of one sample"
         return not_shown(f"{text}; {losses}", **more)
     if not trained["loss"] < constant["loss"]:
         return fault(f"no better than a constant output: {losses}", **more)
@@ -174,14 +174,14 @@ def metric(experiments: Experiments) -> CheckResult:
             what, reached = within[0], constant[within[0]] + baseline.chance(within[0])
             text = (
                 f"{what} {trained[what]:.4g} is within chance of the best constant output, {constant[what]:.4g}: on "
-                f"{baseline.units:g} evaluation labels, chance may give {reached:.4g}; {losses}"
+                f"{baseline.units:g} evaluation labels, chance may reach {reached:.4g}; {losses}"
             )
             return not_shown(text, **more)
         same = all(math.isclose(trained[name], constant[name], rel_tol=1e-3, abs_tol=1e-6) for name in names)
         text = (
             f"better than a constant output in {losses}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
         )
-        return not_shown(text, **more) if same else fault(f"{text}: look at Task.predict and Task.metrics", **more)
+        return not_shown(text, **more) if same else fault(f"{text}: check Task.predict and Task.metrics", **more)
     return passed(
         f"{what} {trained[what]:.4g}, best constant output {constant[what]:.4g}"
         f"{f' (by chance up to {constant[what] + chance:.4g})' if chance else ''}, "
@@ -191,7 +191,7 @@ def metric(experiments: Experiments) -> CheckResult:
 
 
 def overfit(experiments: Experiments) -> CheckResult:
-    """A few training samples, the same in each epoch and without augmentation, can be learned by heart."""
+    """The model can overfit a few training samples, the same in each epoch and without augmentation."""
     if experiments.probe().players:
         return not_shown(_OPPONENTS)
     changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
@@ -202,7 +202,7 @@ def overfit(experiments: Experiments) -> CheckResult:
     for tried in (1.0, 10.0, 0.1):
         try:
             curves[tried] = _overfitted(experiments, changes, factor=tried, least=least, steps=steps)
-        except ExperimentFailed as failed:  # such as a loss that explodes, since there is no warm-up here
+        except ExperimentFailed as failed:  # such as a loss that explodes, because there is no warm-up here
             if failed.refused or (tried == 1.0 and not failed.known):
                 raise
             exploded = exploded or failed
@@ -213,38 +213,36 @@ def overfit(experiments: Experiments) -> CheckResult:
         raise exploded
     factor = min(curves, key=lambda tried: _left(curves[tried], least))
     if _left(curves[factor], least) > _LEFT_OF_LOSS and _still_falls(curves[factor], least):
-        # A right model may be slow, and --quick has fewer steps. So nobody is accused while the loss falls.
+        # A correct model may be slow, and --quick has fewer steps. So there is no fault while the loss falls.
         curves[factor] = _overfitted(experiments, changes, factor=factor, least=least, steps=_LONGER * steps)
     curve = curves[factor]
     left = _left(curve, least)
     more = {
         "value": left,
         "bound": _LEFT_OF_LOSS,
-        "what": "loss left of that of the first step",
+        "what": "remaining fraction of the first loss",
         "curves": {f"loss, optim.lr x {factor:g}": curve},
     }
     if least > 0.01 * curve[0]:
         more["notes"] = [
-            f"no output can have a loss below {least:.4g} on these samples; the loss is counted from there"
+            f"no output can have a loss below {least:.4g} on these samples; the loss is measured from there"
         ]
     if left <= _LEFT_OF_LOSS:
-        return passed(
-            f"{_FEW_SAMPLES} samples learned by heart in {len(curve)} steps, with optim.lr x {factor:g}", **more
-        )
+        return passed(f"overfits {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x {factor:g}", **more)
     return fault(
-        f"{_FEW_SAMPLES} samples cannot be learned by heart in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1: "
+        f"cannot overfit {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1: "
         "look for labels that contradict each other, a part of the model that has no effect, or too small a model",
         **more,
     )
 
 
 def _left(curve: Sequence[float], least: float) -> float:
-    """What is left of the first loss, counted from the least that any output has."""
+    """What is left of the first loss, measured from the smallest that any output has."""
     return (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
 
 
 def _still_falls(curve: Sequence[float], least: float) -> bool:
-    """True if half of the loss is gone, and the last quarter of the steps takes a tenth of the rest."""
+    """True if half of the loss is gone, and the last quarter of the steps removes a tenth of the rest."""
     before = curve[: -(len(curve) // 4)]
     return bool(before) and _left(curve, least) < min(0.5, 0.9 * _left(before, least))
 
@@ -252,9 +250,9 @@ def _still_falls(curve: Sequence[float], least: float) -> bool:
 def _overfitted(
     experiments: Experiments, changes: TaskChanges, *, factor: float, least: float, steps: int
 ) -> list[float]:
-    """The losses of a training on a few samples, with `factor` times the base learning rate of the training itself.
+    """The losses of a training on a few samples, with `factor` times the training's base learning rate.
 
-    It ends when the samples are learned by heart. `least` is the smallest loss that any output has.
+    It ends once the samples are overfitted. `least` is the smallest loss that any output has.
     """
     config = experiments.short_config(
         train__steps=steps,

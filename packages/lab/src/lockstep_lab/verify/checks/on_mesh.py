@@ -1,4 +1,4 @@
-"""The checks that look further where ranks form a mesh: models that are cut over tensor groups."""
+"""The checks that go further on a mesh of ranks: models that are sharded over tensor groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep_lab.verify.result import CheckResult, fault, not_shown
 
 
 def strategies(experiments: Experiments) -> CheckResult:
-    """The same with FSDP instead of DDP, or DDP instead of FSDP. Of a mesh: with both, each on a mesh and on none."""
+    """The same with FSDP instead of DDP, or DDP instead of FSDP. For a mesh: both, each with and without a mesh."""
     groups, nproc, tensor = experiments.groups, experiments.nproc, int(experiments.config["parallel"]["tensor"])
     if nproc == 1:
         return not_shown("one rank shards nothing; give --nproc 2 or more")
@@ -36,7 +36,7 @@ def strategies(experiments: Experiments) -> CheckResult:
 
 
 def samples(experiments: Experiments) -> CheckResult:
-    """Each sample once per epoch; of a mesh, the ranks of a tensor group get the same batches, bit for bit."""
+    """Each sample once per epoch. On a mesh, the ranks of a tensor group get the same batches, bit for bit."""
     complaint = (
         cut_model.other_batches(experiments, experiments.undisturbed())
         if experiments.groups < experiments.nproc

@@ -15,7 +15,7 @@ from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
 _SHOWN = 8  # ranks, and tensors, in the rows of a check
 _64 = (1 << 64) - 1
-ONE_RANK = "one rank has no other rank to be compared with; give --nproc 2 or more"
+ONE_RANK = "one rank cannot be compared with others; give --nproc 2 or more"
 
 
 def probe(experiments: Experiments) -> CheckResult:
@@ -50,7 +50,7 @@ def probe(experiments: Experiments) -> CheckResult:
 
 
 def replicas(experiments: Experiments) -> CheckResult:
-    """Weights, buffers and optimizer state are the same on all ranks after every step; shards make one whole copy."""
+    """Weights, buffers and optimizer state are equal on all ranks after every step; shards make one whole copy."""
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
     recordings = experiments.undisturbed()
@@ -62,7 +62,7 @@ def replicas(experiments: Experiments) -> CheckResult:
         if others:
             first = others[0]
             return fault(
-                f"since step {step} {first.who} in {first.name}, with {len(others) - 1} other tensors",
+                f"since step {step} {first.who} in {first.name}, and {len(others) - 1} other tensors",
                 value=float(len(others)),
                 bound=0.0,
                 what="tensors that differ",
@@ -74,7 +74,7 @@ def replicas(experiments: Experiments) -> CheckResult:
                 f"the ranks hold no whole copy of {incomplete} after step {step}",
                 value=1.0,
                 bound=0.0,
-                what="tensors that are not whole",
+                what="incomplete tensors",
             )
     tensors, steps = len(recordings[0].shapes), len(recordings[0].digests.keys() - {0})
     state = "one whole copy between the ranks" if recordings[0].sharded else "the same on all ranks"
@@ -89,7 +89,7 @@ def replicas(experiments: Experiments) -> CheckResult:
 
 
 def _rows(recordings: list[Recording], step: int, names: list[str]) -> list[dict[str, Any]]:
-    """The digests of some tensors after a step, by rank, with the rows of the tensor that the rank holds."""
+    """The digests of some tensors after a step, by rank, with the tensor rows that the rank holds."""
     rows: list[dict[str, Any]] = []
     for name in names[:_SHOWN]:
         for rank, recording in enumerate(recordings[:_SHOWN]):
@@ -102,7 +102,7 @@ def _rows(recordings: list[Recording], step: int, names: list[str]) -> list[dict
 
 
 def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
-    """A complaint about initial weights that differ between ranks, and their number; empty where none differs."""
+    """A complaint about initial weights that differ between ranks, and their number; empty if none differ."""
     others = _differing(recordings, 0)
     if not others:
         return "", 0
@@ -114,12 +114,12 @@ def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
 
 
 def _differing(recordings: list[Recording], step: int) -> list[Difference]:
-    """Tensors of which two ranks hold the same rows with other values."""
+    """Tensors with rows that two ranks hold with different values."""
     return differing([recording.digests.get(step, {}) for recording in recordings])
 
 
 def _incomplete(recordings: list[Recording], step: int) -> str | None:
-    """A tensor of which no rank holds some rows, or which some rank does not have at all."""
+    """A tensor with rows that no rank holds, or that some rank lacks entirely."""
     shapes = {name: shape for recording in recordings for name, shape in recording.shapes.items()}
     # State may appear in a later step, so only tensors of this step count.
     for name in dict.fromkeys(name for recording in recordings for name in recording.digests.get(step, {})):
@@ -146,7 +146,7 @@ def ranks(experiments: Experiments) -> CheckResult:
 
 
 def accumulation(experiments: Experiments) -> CheckResult:
-    """The same where each rank cuts its samples into several uneven micro-batches."""
+    """The same if each rank splits its samples into several uneven micro-batches."""
     nproc, micro_batch = experiments.nproc, experiments.small_micro_batch
     count = -(-experiments.global_batch // (micro_batch * experiments.groups))
     words = f"{nproc} ranks, {count} micro-batches of up to {micro_batch}"
@@ -154,7 +154,7 @@ def accumulation(experiments: Experiments) -> CheckResult:
     moved = experiments.accumulated()[0].moves_in_passes if found.status == "fault" else []
     if not moved:
         return found
-    reason = f"each forward pass moves {listed(moved, 3)}, so another number of micro-batches trains another model"
+    reason = f"each forward pass changes {listed(moved, 3)}, so the number of micro-batches affects the model"
     return not_shown(
         reason, value=found.value, bound=found.bound, what=found.what, notes=found.notes, curves=found.curves
     )
@@ -167,7 +167,7 @@ def compare_with_one_process(
 
     Args:
         name: of the training, whose folder has its checkpoint.
-        train: makes the training.
+        train: runs the training.
         words: describe the training for people.
     """
     probe = experiments.probe()
@@ -192,20 +192,20 @@ def compare_with_one_process(
     }
     is_different = not difference.largest <= bound
     if (is_different or compare.is_too_large(bound)) and _differs_when_repeated(experiments):
-        return not_shown("the same training twice already differs; see determinism", **more)
+        return not_shown("the same training already differs when repeated; see determinism", **more)
     if compare.is_too_large(bound) and (difference.largest <= bound or not math.isfinite(bound)):
         return not_shown(
             f"rounding alone moves the weights by {bound / 30:.2g} of what training moves, "
-            f"so that a fault could hide in it; try fewer --steps{probe.precision()}",
+            f"which could hide a fault; try fewer --steps{probe.precision()}",
             **more,
         )
     if difference.missing:
-        return fault(f"the models have other tensors: {', '.join(difference.missing[:5])}", **more)
+        return fault(f"the models have different tensors: {', '.join(difference.missing[:5])}", **more)
     if is_different:
         step = compare.first_difference(curve, other_curve, bound)
         since = f" since step {step + 1}" if step is not None else ""
         text = (
-            f"{words} train another model than one process: weights {difference.weights:.2g} apart "
+            f"{words} train a different model than one process: weights {difference.weights:.2g} apart "
             f"(most in {difference.worst}), losses {difference.losses:.2g}{since}"
         )
         return fault(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "), **more)
@@ -213,9 +213,9 @@ def compare_with_one_process(
 
 
 def _differs_when_repeated(experiments: Experiments) -> bool:
-    """True if the same training has another result the second time."""
+    """True if the same training has a different result the second time."""
     try:
         runs = experiments.undisturbed(), experiments.undisturbed_again()
-    except ExperimentFailed:  # other checks say so
+    except ExperimentFailed:  # other checks report it
         return False
     return compare.first_difference_of_runs(*runs) is not None

@@ -1,4 +1,4 @@
-"""Is the training the same when it is repeated, killed and resumed, or resumed on another number of ranks?"""
+"""Is the training the same when it is repeated, killed and resumed, or resumed on a different number of ranks?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOGGED = 1e-6  # of the largest loss; losses are added in float64
 
 
 def determinism(experiments: Experiments) -> CheckResult:
-    """The same training twice is the same to the last bit."""
+    """The same training twice is bitwise equal."""
     difference = compare.first_difference_of_runs(experiments.undisturbed(), experiments.undisturbed_again())
     more = {"value": float(difference is not None), "bound": 0.0, "what": "runs that differ"}
     if difference is None:
@@ -39,20 +39,20 @@ def determinism(experiments: Experiments) -> CheckResult:
     cause = experiments.probe().cause_of_indeterminism()
     if cause:
         return fault(f"{cause} ({text})", **more)
-    if " gets another batch " not in text:
+    if " gets a different batch " not in text:
         text += _first_operation(experiments, step)
     return fault(text, **more)
 
 
 def _same_random_numbers(experiments: Experiments) -> str:
-    """A complaint if forward passes that draw random numbers draw the same in two steps or on two ranks; else empty."""
+    """A complaint if forward passes draw the same random numbers in two steps or on two ranks; else empty."""
     drawing = experiments.probe().random
     if not drawing:
         return ""
     seen: dict[str, tuple[int, int, tuple[int, ...]]] = {}
     for rank, recording in enumerate(experiments.undisturbed()):
         for step, _, indices in recording.samples:
-            # The last state of a step: the first step may begin with a pass that only tries.
+            # The last state of a step: the first step may begin with a trial pass.
             for state in recording.generators.get(step, [])[-1:]:
                 other_step, other_rank, others = seen.setdefault(state, (step, rank, indices))
                 if (step, indices) != (other_step, others):
@@ -64,16 +64,16 @@ def _same_random_numbers(experiments: Experiments) -> str:
 
 
 def _recomputed_otherwise(experiments: Experiments) -> str:
-    """A complaint if the training without recomputation is another one; else empty. Compiled code rounds otherwise."""
+    """A complaint if training without recomputation differs; else empty. Compiled code rounds differently."""
     compute = experiments.config["compute"]
     if not compute["activation_checkpointing"] or compute["compile"]:
         return ""
     found = compare.first_difference_of_runs(experiments.undisturbed(), experiments.without_recomputation())
-    return f"compute.activation_checkpointing trains another model than without: {found[1]}" if found else ""
+    return f"compute.activation_checkpointing trains a different model than without it: {found[1]}" if found else ""
 
 
 def _first_operation(experiments: Experiments, step: int) -> str:
-    """Train twice more up to `step`, and name its first operation whose result differs."""
+    """Train twice more up to `step`, and name the first operation whose result differs."""
     runs = [
         experiments.train(
             f"operations-{number}",
@@ -93,14 +93,15 @@ def _first_operation(experiments: Experiments, step: int) -> str:
                 return (
                     f"; the first operation that differs is {operation[0]}, number {number} of the step on rank {rank}"
                 )
-    return "; every operation of the step was the same when it was run twice more, so it does not happen each time"
+    return "; every operation of the step was the same in two more runs, so it does not happen every time"
 
 
 def resume(experiments: Experiments) -> CheckResult:
     """Killed at a random step and resumed, the training ends with the same weights and optimizer state, bit for bit.
 
-    The resumed training has other states of the global generators around each step. Where the config has several loader
-    workers, it has one less. It counts its operations, by a pass of its own. Its result must depend on none of this.
+    The resumed training has different states of the global generators around each step. If the config has several
+    loader workers, it has one fewer. It counts its operations with a separate pass. Its result must depend on none of
+    this.
     """
     complaint = _wrong_checkpoint(experiments.undisturbed(), experiments.folder / "undisturbed")
     if complaint:
@@ -121,8 +122,8 @@ def resume(experiments: Experiments) -> CheckResult:
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
     workers = experiments.config["data"]["workers"]
-    # All steps in one entry of the log, which must be what the undisturbed training logged step by step. The entry has
-    # a count of operations: a pass that the undisturbed training does not make.
+    # All steps in one entry of the log, which must equal what the undisturbed training logged step by step. The entry
+    # has a count of operations: a pass that the undisturbed training does not make.
     config = experiments.config_with_checkpoints(
         data__workers=max(min(1, workers), workers - 1), log__every_steps=experiments.steps, log__flops=True
     )
@@ -146,7 +147,7 @@ def _compare_resumed(
     more = {"value": float(len(different)), "bound": 0.0, "what": "tensors that differ"}
     if start != checkpoint_step or checkpoint.step != steps:
         return fault(
-            f"{words}, though the newest checkpoint was of step {checkpoint_step}; "
+            f"{words}, although the newest checkpoint was of step {checkpoint_step}; "
             f"it ended at step {checkpoint.step} of {steps}",
             **more,
         )
@@ -156,26 +157,26 @@ def _compare_resumed(
     if not_saved:
         return fault(
             f"a checkpoint does not hold {not_saved[0]} and {len(not_saved) - 1} others, "
-            "which are part of the training's state",
+            "which belong to the training's state",
             **more,
         )
     if not different:
         complaint = _wrong_log(undisturbed, resumed, start)
         if complaint:
             return fault(complaint, **more)
-        repeated = f" ({counted(killed_after - start, 'step')} done again)" if killed_after > start else ""
+        repeated = f" ({counted(killed_after - start, 'step')} repeated)" if killed_after > start else ""
         return passed(f"{words}{repeated}: weights and optimizer state bit-identical", **more)
     if compare.first_difference_of_runs(undisturbed, experiments.undisturbed_again()) is not None:
-        return not_shown("the same run twice already differs, see determinism", **more)
+        return not_shown("the same run already differs when repeated; see determinism", **more)
     return fault(
         f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run; "
-        "either they were not restored, or something was drawn from a generator that nothing had seeded",
+        "either they were not restored, or something used an unseeded generator",
         **more,
     )
 
 
 def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
-    """A complaint if a checkpoint on the disk is not the state that the ranks had after its step; else empty."""
+    """A complaint if a checkpoint on disk is not the state that the ranks had after its step; else empty."""
     for state in map(SavedState, complete(folder)):
         shares = [recording.digests.get(state.step, {}) for recording in recordings]
         names = state.names & {name.partition("[")[0] for share in shares for name in share}
@@ -185,14 +186,14 @@ def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
                 wrong.append(name)
         if wrong:
             return (
-                f"the checkpoint of step {state.step} is not what training had after that step: {wrong[0]} and "
+                f"the checkpoint of step {state.step} differs from the state after that step: {wrong[0]} and "
                 f"{len(wrong) - 1} others differ. Either something else was saved, or it changed while it was written"
             )
     return ""
 
 
 def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: int) -> str:
-    """A complaint if a training that logs once logs other losses than the same training that logs each step.
+    """A complaint if a training that logs once logs different losses than one that logs each step.
 
     The loss of several steps is the mean over their units.
 
@@ -219,9 +220,9 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
 
 
 def elastic(experiments: Experiments) -> CheckResult:
-    """Stopped and resumed on another number of ranks: the same samples, and weights as close as rounding explains.
+    """Stopped and resumed on a different number of ranks: the same samples, and weights as close as rounding explains.
 
-    From a mesh, the training goes on without one, and then on the mesh again.
+    From a mesh, the training resumes without one, and then on the mesh again.
     """
     first, steps, tensor = experiments.nproc, experiments.steps, experiments.config["parallel"]["tensor"]
     second = first - 1 if first > 1 else 2
@@ -240,7 +241,7 @@ def elastic(experiments: Experiments) -> CheckResult:
             made += (part := experiments.train(name, world, config, changes=changes, resume="elastic", stop_at=until))
             entries += part[0].entries[: None if until is None else until - len(entries)]
         if any(_samples_of_step(made, n) != _samples_of_step(experiments.one_process(), n) for n in range(steps)):
-            raise ExperimentFailed("elastic", f"{words}: they go on with other samples than one process")
+            raise ExperimentFailed("elastic", f"{words}: they resume with different samples than one process")
         return [replace(made[0], entries=entries)]
 
     return compare_with_one_process(experiments, "elastic", train, words=words)

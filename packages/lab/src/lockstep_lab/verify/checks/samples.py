@@ -15,7 +15,7 @@ from lockstep_lab.verify.reference import order
 from lockstep_lab.verify.result import CheckResult, fault, passed
 
 _MOST_PLANNED = 1_000_000  # samples of an epoch whose whole plan is checked
-_FEWEST_SHUFFLED = 8  # fewer samples may have the same order in two epochs by chance
+_FEWEST_SHUFFLED = 8  # fewer samples may repeat their order by chance
 
 
 def samples(experiments: Experiments) -> CheckResult:
@@ -56,7 +56,7 @@ def samples(experiments: Experiments) -> CheckResult:
         if foreign or (lost and not skips):
             return fault(
                 f"step {step + 1} uses {len(used)} samples of {len(planned)}; lost: {lost[:5] or 'none'}, "
-                f"of another step: {foreign[:5] or 'none'}",
+                f"of a different step: {foreign[:5] or 'none'}",
                 **more,
             )
         epochs.setdefault(epoch, Counter()).update(used)
@@ -72,26 +72,24 @@ def samples(experiments: Experiments) -> CheckResult:
     seeded, alike = experiments.probe().seeded_for_sample, experiments.probe().seeded_alike
     if alike:
         return fault(
-            f"reading a sample seeds {' and '.join(alike)} with the same number for the first and the last sample: "
-            "augmentation draws the same numbers for every sample and in every epoch. Leave the seeding out; each "
-            "sample has a seed of its own",
+            f"reading a sample seeds {' and '.join(alike)} with the same number for the first and last sample: "
+            "augmentation draws the same numbers for every sample and in every epoch. Remove the seeding; each "
+            "sample already has its own seed",
             **more,
         )
     if seeded:
-        more["notes"] = [
-            f"reading sample 0 seeds {' and '.join(seeded)}: what is drawn afterwards is the same in every epoch"
-        ]
+        more["notes"] = [f"reading sample 0 seeds {' and '.join(seeded)}: later draws are the same in every epoch"]
     if draws is not None:
         drawn = sum(map(len, draws))
         text = f"{experiments.steps} steps on {experiments.nproc} ranks use the {drawn} samples that the data set draws"
-        return passed(f"{text}, {drawn - sum(len(set(step)) for step in draws)} of them again in their step", **more)
+        return passed(f"{text}, {drawn - sum(len(set(step)) for step in draws)} repeated within their step", **more)
     total = experiments.data_sizes()[0]
     planned_text = ""
     if total <= _MOST_PLANNED:
         complaint = _wrong_plan(experiments, total)
         if complaint:
             return fault(complaint, **more)
-        planned_text = f"; so do the plans of two epochs of all {total}, each in an order of its own"
+        planned_text = f"; so do the plans of two epochs of all {total}, each in its own order"
     return passed(
         f"{whole_epochs} whole epochs of {length} samples on {experiments.nproc} ranks use each sample once"
         f"{planned_text}",
@@ -107,7 +105,7 @@ def _samples_of_step(recordings: list[Recording], step: int) -> list[tuple[int, 
 def _wrong_plan(experiments: Experiments, total: int) -> str:
     """A complaint if the plans of two epochs of all `total` samples are wrong; else empty.
 
-    Each epoch must have each sample once, in an order of its own, which is not that of the data set.
+    Each epoch must have each sample once, in its own order, which is not the order of the data set.
     """
     batch, drop_last = experiments.global_batch, experiments.config["data"]["drop_last"]
     plan = {"length": total, "global_batch": batch, "seed": experiments.config["seed"], "drop_last": drop_last}

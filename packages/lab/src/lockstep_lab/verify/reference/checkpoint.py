@@ -18,7 +18,7 @@ _BYTES_AT_ONCE = 1 << 28
 
 
 class SavedState:
-    """A checkpoint on the disk.
+    """A checkpoint on disk.
 
     Args:
         path: its folder.
@@ -28,7 +28,7 @@ class SavedState:
         self.path = path
         self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())["checkpoint"]
         self.values: dict[str, Any] = json.loads((path / "index.json").read_text())["values"]
-        """The parts of the state that are no tensors, by name."""
+        """The parts of the state that are not tensors, by name."""
         self.step = int(path.name.removeprefix("step-"))
         found = FileSystemReader(path).read_metadata().state_dict_metadata
         self._tensors = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
@@ -39,7 +39,7 @@ class SavedState:
         return set(self._tensors)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, in the order of the names. Few tensors are in memory at a time."""
+        """Names and tensors, sorted by name. Few tensors are in memory at a time."""
         part: dict[str, Tensor] = {}
         for name in sorted(names):
             part[name] = torch.empty(self._tensors[name].size, dtype=self._tensors[name].properties.dtype)
@@ -51,7 +51,7 @@ class SavedState:
     def _filled(self, part: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         if part:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that one process reads without a process group
+                warnings.simplefilter("ignore")  # about reading without a process group
                 load(part, storage_reader=FileSystemReader(self.path), no_dist=True)
         yield from part.items()
 
@@ -68,7 +68,7 @@ def complete(folder: str | Path) -> list[Path]:
 
 
 def load_trained_weights(state: SavedState, model: nn.Module) -> None:
-    """Give `model` the trained weights: their moving average, where the run kept an average."""
+    """Give `model` the trained weights: their moving average, if the run kept one."""
     weights = {name.removeprefix("model."): value for name, value in state.read(_starting(state, "model."))}
     weights |= {name.removeprefix("ema."): value for name, value in state.read(_starting(state, "ema."))}
     model.load_state_dict(weights, strict=False)

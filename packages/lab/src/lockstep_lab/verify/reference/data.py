@@ -15,7 +15,7 @@ from lockstep.core.task import Task, loss_of_batch
 from lockstep_lab.verify.reference.order import seed_of
 
 EVERY_HEAD = ""
-"""Stands for all heads, where they have the same units."""
+"""Means all heads, if they have the same units."""
 
 
 def read(
@@ -33,7 +33,7 @@ def read(
 
     Args:
         seed: of the run.
-        skip: whether samples that cannot be read are left out.
+        skip: whether unreadable samples are left out.
         words: the last word of the seed of each sample. None: its index.
     """
     samples, indices = [], list(indices)
@@ -54,7 +54,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """`value` with `change` applied to each tensor in it: in mappings, lists, tuples, named tuples and dataclasses."""
     if isinstance(value, Tensor):
         return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # some are mappings, too
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # some are also mappings
         parts = {field.name: mapped(getattr(value, field.name), change) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)
     if isinstance(value, Mapping):

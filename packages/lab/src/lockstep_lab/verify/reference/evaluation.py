@@ -25,8 +25,8 @@ def evaluate_model(
         device: of the model.
 
     Returns:
-        `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` and `bad` (those that
-        cannot be read and are left out).
+        `loss`, `loss/<head>` if there are several heads, an entry for each metric, `samples` and `bad` (unreadable
+        samples, which are left out).
     """
     samples_of: Any = task.eval_data()
     length, bad = len(samples_of), 0
@@ -71,14 +71,14 @@ def evaluate_constants(
     *,
     micro_batch: int = 64,
 ) -> tuple[list[dict[str, float]], float]:
-    """The metrics of a model whose outputs are constants, for each of several constants, in one pass over the data.
+    """The metrics of a model with constant outputs, for each of several constants, in one pass over the data.
 
     Args:
         model: returns `outputs`.
-        constants: the values that `outputs` get one after the other. They get their own values back.
+        constants: the values that `outputs` get in turn. Afterwards they are restored.
 
     Returns:
-        The metrics by constant, and the units of the data; those of the head that has most of them.
+        The metrics by constant, and the units of the data; those of the head with the most.
     """
     samples_of: Any = task.eval_data()
     fitted, units = [output.detach().clone() for output in outputs], dict[str, float]()
@@ -107,7 +107,7 @@ def evaluate_constants(
 def predict_model(
     task: Task, model: nn.Module, config: Mapping[str, Any], device: torch.device
 ) -> list[tuple[Any, Any]]:
-    """(raw sample, output) for each evaluation sample. Each sample is a batch of its own."""
+    """(raw sample, output) for each evaluation sample. Each sample is its own batch."""
     samples_of: Any = task.eval_data()
     pairs = []
     model.eval()
@@ -163,7 +163,7 @@ def _metrics(task: Task) -> tuple[Any, Any]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """The numbers in what metrics computed, by name: those of a vector or a dict under `name/0` or `name/key`."""
+    """The numbers in the results of metrics, by name: those of a vector or a dict under `name/0` or `name/key`."""
     if isinstance(value, Mapping):
         found: dict[str, float] = {}
         for key, item in value.items():
@@ -177,7 +177,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 
 
 def _of_the_only_sample(output: Any) -> Any:
-    """The part of an output of a batch of one sample that belongs to the sample."""
+    """The part of a one-sample batch's output that belongs to the sample."""
     if isinstance(output, Mapping):
         return {key: _of_the_only_sample(value) for key, value in output.items()}
     if dataclasses.is_dataclass(output) and not isinstance(output, type):

@@ -35,8 +35,8 @@ class GradientComparison:
     epsilon: float = 0.0
     """Relative rounding of the number format of the loss."""
     noise: float = 0.0
-    """2-norm of the difference from plain torch's gradient of the samples in reversed order, at weights that are moved
-    by one rounding each; relative. So it tells how this very model amplifies rounding."""
+    """2-norm of the difference from plain torch's gradient of the samples in reversed order, at weights that are each
+    moved by one rounding; relative. It measures how this model amplifies rounding."""
 
     def compare(self, actual: Mapping[str, Tensor], clip_norm: float | None) -> GradientComparison:
         """Compare with the gradient `actual` that the optimizer got, clipped to `clip_norm`."""
@@ -67,7 +67,7 @@ def reference_gradient(
 ) -> GradientComparison:
     """The gradient of (sum of losses) / (sum of units) over the global batch of a step.
 
-    The samples of the step are read and prepared anew, in their order. Memory is needed for three gradients.
+    The samples of the step are read and prepared again, in order. It needs memory for three gradients.
 
     Args:
         model: in training mode, with the weights of the step, which are moved by one rounding.
@@ -102,7 +102,7 @@ def reference_gradient(
 
 
 def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torch.device) -> GradientComparison:
-    """The gradient over samples, of which each part is one batch."""
+    """The gradient over samples, with each part as one batch."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for player in task.players[:1]:
         tied = list(model.named_parameters(remove_duplicate=False))

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from lockstep_lab.verify.reference import schedule
 from lockstep_lab.verify.reference.data import numbers
 
-_DEFAULT_RATE = 1e-3  # of docs/config.md
+_DEFAULT_RATE = 1e-3  # from docs/config.md
 
 
 class ReferenceOptimizer:
-    """Repeats each update of a training on one process with an optimizer of its own, and compares the results.
+    """Repeats each update of a training on one process with its own optimizer, and compares the results.
 
     Args:
         model: the model that trains.
         config: of the training, as `RunConfig` writes it, with a number as its global batch and as its steps.
         steps_per_epoch: steps of an epoch.
         blocks: names of the model's repeated blocks, for `optim.layer_decay`.
-        state: the optimizer's state with which the training begins, by parameter.
-        find: gives the class of a name. None: the name is of a class of `torch.optim`.
+        state: the optimizer's initial state, by parameter.
+        find: returns the class of a name. None: names are classes of `torch.optim`.
         make: `Task.optimizer`.
-        factor: the user's schedule, instead of the config's.
+        factor: the user's schedule, which replaces the config's.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ReferenceOptimizer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _holder(self, copy: Tensor) -> torch.optim.Optimizer:
-        """The optimizer that has this copy."""
+        """The optimizer of this copy."""
         holds = (
             one for one in self.optimizers if any(own is copy for group in one.param_groups for own in group["params"])
         )
@@ -92,7 +92,7 @@ class ReferenceOptimizer:
         optim = self.config["optim"]
         scale = schedule.scaled_lr(optim, int(self.config["batch"]["global"]))
         levels = _levels(list(self.copies), blocks) if optim["layer_decay"] is not None else {}
-        groups: dict[str, list[dict[str, Any]]] = {}  # by the name of the group that has an optimizer of its own
+        groups: dict[str, list[dict[str, Any]]] = {}  # by the name of a group with its own optimizer
         for name, copy in self.copies.items():
             own: Mapping[str, Any] = next(
                 (group for group in optim["groups"] if _takes(group, self._names[name], copy)), {}
@@ -127,8 +127,8 @@ class ReferenceOptimizer:
         """Make the update that the training's optimizer is about to make in `step` (counted from 0).
 
         Args:
-            is_first: whether it is the first update of this step. Players of a task have an update each.
-            moved: names of parameters that forward passes write: the update begins with what they wrote.
+            is_first: whether it is the first update of this step. Each alternating optimizer makes one.
+            moved: names of parameters that forward passes change: the update starts from their values.
         """
         self.updates += is_first
         self._follow(moved)
@@ -152,15 +152,15 @@ class ReferenceOptimizer:
         self._has_updated = True
 
     def _follow(self, moved: Sequence[str]) -> None:
-        """Take over what forward passes have written: into frozen parameters, such as those of a momentum encoder, and
-        into those of these names. What an update changes in them is compared all the same."""
+        """Copy what forward passes have written: into frozen parameters, such as those of a momentum encoder, and into
+        those of these names. What an update changes in them is still compared."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in moved or not parameter.requires_grad:
                     self.copies[name].copy_(parameter)
 
     def after_step(self, averages: Mapping[str, Tensor] | None, moved: Sequence[str] = ()) -> None:
-        """Compare with the weights of the training, and with its averages, where it keeps averages."""
+        """Compare with the weights of the training, and with its averages, if it keeps any."""
         if self._has_updated:
             self._has_updated = False
             self._average()

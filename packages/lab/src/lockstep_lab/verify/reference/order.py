@@ -29,7 +29,7 @@ def index_at(position: int, *, length: int, seed: int, epoch: int) -> int:
 
     The position is a cell of a table of about sqrt(length) rows and columns. Eight rounds move the cell along its
     column and its row in turn, by distances that its other coordinate and a key determine (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"). A cell outside of `range(length)` is moved again.
+    "Ciphers with arbitrary finite domains"). A cell outside `range(length)` is moved again.
     """
     rows = math.isqrt(length)
     rows += rows * rows < length
@@ -53,7 +53,7 @@ def _distance(word: int, size: int) -> int:
 
 
 def steps_per_epoch(length: int, global_batch: int, *, drop_last: bool) -> int:
-    """The number of steps of an epoch. Without `drop_last`, the last of them may have fewer samples."""
+    """The number of steps of an epoch. Without `drop_last`, the last one may have fewer samples."""
     whole, rest = divmod(length, global_batch)
     return max(whole, 1) if drop_last or not rest else whole + 1
 
@@ -68,7 +68,7 @@ def samples_of_step(
     group_by_length: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> tuple[list[int], int]:
-    """The indices of the samples of a step, in their order, and the epoch, where an epoch has each sample once.
+    """The indices of the samples of a step, in order, and the epoch, if an epoch has each sample once.
 
     See `positions_of_step`.
     """
@@ -94,16 +94,16 @@ def positions_of_step(
     lengths: Sequence[int] | None,
     index: Callable[[int, int], int],
 ) -> tuple[list[int], int]:
-    """The positions of the samples of a step in their epoch, in their order, and the epoch.
+    """The positions of the samples of a step in their epoch, in order, and the epoch.
 
     Args:
         step: counted from 0.
         length: number of samples of an epoch.
         global_batch: samples of a step, over all ranks.
         seed: of the run.
-        drop_last: whether the samples that do not fill a global batch are left out.
+        drop_last: whether samples that do not fill a global batch are dropped.
         group_by_length: number of global batches of a window whose samples are sorted by length.
-        lengths: length of each training sample, where they are sorted.
+        lengths: length of each training sample, if they are sorted.
         index: the index of the sample at a position of an epoch.
     """
     epoch, within = divmod(step, steps_per_epoch(length, global_batch, drop_last=drop_last))

@@ -1,4 +1,4 @@
-"""The samples that an epoch draws where its data set says so, in plain Python. `docs/sampling.md` defines them."""
+"""The samples that an epoch draws if its data set defines them, in plain Python: see `docs/sampling.md`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def draws_of(data: Any, config: Mapping[str, Any]) -> Draws:
 
 
 def _by_sums(sums: Sequence[float], seed: int) -> Callable[[int, int], int]:
-    """A number from 0 to the sum of all weights, of 53 random bits, falls into the part of one sample."""
+    """A number from 0 to the sum of all weights, of 53 random bits, selects one sample."""
 
     def index_at(place: int, epoch: int) -> int:
         share = (seed_of(seed, epoch, _DRAW, place) >> 11) / (1 << 53)
@@ -63,7 +63,7 @@ def _by_sums(sums: Sequence[float], seed: int) -> Callable[[int, int], int]:
 
 
 def of_each(data: Any, name: str) -> Any:
-    """An attribute that has a value for each sample, as an array; also of the data behind a `Subset` or a
+    """A per-sample attribute, as an array; also from the data inside a `Subset` or a
     `ConcatDataset`. None: there is none."""
     value = getattr(data, name, None)
     if value is None and isinstance(data, Subset):

@@ -1,6 +1,6 @@
-"""Learning rates in closed form, from the config alone. `docs/config.md` defines the keys.
+"""Learning rates in closed form, from the config only. `docs/config.md` defines the keys.
 
-Tests compare each curve with the scheduler of `torch.optim.lr_scheduler` that has the same name.
+Tests compare each curve with the scheduler of the same name in `torch.optim.lr_scheduler`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def scaled_lr(optim: Mapping[str, Any], global_batch: int) -> float:
-    """The factor on all learning rates: how `optim.lr_scaling` makes them grow with the global batch."""
+    """The factor on all learning rates: how `optim.lr_scaling` scales them with the global batch."""
     exponents = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
     return float((global_batch / optim["reference_batch"]) ** exponents[optim["lr_scaling"]])
 
@@ -32,7 +32,7 @@ def factor(
         updates: updates made so far.
         total: updates of the whole training.
         steps_per_epoch: updates of an epoch.
-        own: the user's function of the updates, instead of `schedule.name`.
+        own: the user's function of the updates, which replaces `schedule.name`.
     """
     name, end = schedule["name"], float(schedule["end_factor"])
     length = int(schedule["total_steps"] or total)
@@ -42,7 +42,7 @@ def factor(
     if name == "one_cycle":
         return _one_cycle(updates, warmup or Fraction(3, 10) * length, length)
     rising = Fraction(updates + 1, warmup) if updates < warmup else Fraction(1)
-    left = 1 - Fraction(max(updates - warmup, 0), max(length - warmup, 1))  # the share of the curve that is to come
+    left = 1 - Fraction(max(updates - warmup, 0), max(length - warmup, 1))  # the remaining fraction of the curve
     if own is not None:
         shape = float(own(updates))
     elif name == "step":
