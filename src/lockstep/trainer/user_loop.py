@@ -113,9 +113,11 @@ class Loop:
         quiet: bool = False,
     ) -> None:
         several = dict(optimizer) if isinstance(optimizer, Mapping) else None
+        module: Any = model
+        single: Any = optimizer
         if several is not None:
-            model, optimizer = joined(model, several, {"units": units, "scheduler": scheduler})
-        check_scheduler(scheduler, optimizer, scheduler_every)
+            module, single = joined(model, several, {"units": units, "scheduler": scheduler})
+        check_scheduler(scheduler, single, scheduler_every)
         loader = from_loader(train_data)
         batch = {"global": global_batch or loader.batch_size, "micro": micro_batch}
         chosen = {
@@ -144,13 +146,13 @@ class Loop:
             raise UsageError("the length of the training is not given", where="Loop(...)", remedy=remedy)
         check_keys(parsed)
         self._task = LoopTask(
-            model, optimizer, loader.data, several=several, collate=collate or loader.collate, units=units
+            module, single, loader.data, several=several, collate=collate or loader.collate, units=units
         )
         if trial is not None:
             trial.prepare(self._task)
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer, self._scheduler = single, scheduler
         self._scheduler_every, self._scheduled = scheduler_every, getattr(scheduler, "last_epoch", None)
-        self._kept = Kept(optimizer, scheduler)
+        self._kept = Kept(single, scheduler)
         self.state: State = self._kept.state
         """Yours, saved and restored: numbers, texts, tensors, nested lists and dicts, and objects with `state_dict`.
         Equal on all ranks."""
@@ -170,7 +172,7 @@ class Loop:
             flag = self._exit.training.enter_context(signals.listening())
             world = self._exit.world.enter_context(assemble.joined(parsed, folder))
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
-        for one in {optimizer, *optimizer_class.members(optimizer)}:
+        for one in {single, *optimizer_class.members(single)}:
             self._exit.training.callback(one.register_step_pre_hook(self._refuse_update).remove)
         self._run = self._assembled.run
         bound = getattr(self._run.update, "__self__", None)  # with several optimizers: see `updates.arrange`

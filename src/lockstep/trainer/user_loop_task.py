@@ -126,7 +126,9 @@ class LoopTask(Task):
         return given
 
     def loss(self, model: nn.Module, batch: Batch) -> Losses:
-        return {player.name: zero_loss(model) for player in self.players} if self.players else zero_loss(model)
+        if self.players:
+            return {player.name: zero_loss(model) for player in self.players}
+        return zero_loss(model)
 
     def loss_of(self, name: str, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of a player."""
