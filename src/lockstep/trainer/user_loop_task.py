@@ -125,7 +125,7 @@ class LoopTask(Task):
             group["params"] = [by_name[name] for name in names]
         return given
 
-    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+    def loss(self, model: nn.Module, batch: Batch) -> Losses | Tensor:
         if self.players:
             return {player.name: zero_loss(model) for player in self.players}
         return zero_loss(model)
@@ -165,7 +165,7 @@ class LoopEvaluation(Task):
         """Never called. A task that has this method has no loss of a batch by itself."""
         raise NotImplementedError
 
-    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+    def loss(self, model: nn.Module, batch: Batch) -> Losses | Tensor:
         raise NotImplementedError
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
