@@ -1,4 +1,4 @@
-"""Make the pictures of the README and docs from what commands print.
+"""Make the images of the README and docs from what commands print.
 
 `.venv/bin/python docs/picture.py [demo] [verify]`
 """

@@ -44,7 +44,7 @@ TOPICS = {
         ),
         "parts/checks/optimizer_check.py",
     ],
-    "Runs, checkpoints and going on": [
+    "Runs, checkpoints and resuming": [
         "core/checkpoint",
         "weights",
         "trainer/run_directory.py",
@@ -60,7 +60,7 @@ HEAD = """# What is refused
 Lockstep ends with an error where a training would be wrong, could not be repeated, or could not be resumed. This page
 has every such error of the engine and of runs, from the code: `python docs/refused.py` writes the page, and
 `tests/test_docs_refused.py` compares. Errors about the keys of a config and about the files of a recipe name file and
-key themselves, and are not here. `...` stands for a name or a value.
+key themselves, and are not here. `...` is a name or a value.
 """
 
 

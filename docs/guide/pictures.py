@@ -1,4 +1,4 @@
-"""Draw the pictures of the guide: `python docs/guide/pictures.py`. Each is an SVG for light and for dark screens."""
+"""Draw the figures of the guide: `python docs/guide/pictures.py`. Each is an SVG for light and for dark screens."""
 
 import math
 from pathlib import Path
@@ -25,7 +25,7 @@ STYLE = """
 
 
 class Picture:
-    """A picture of `width` x `height` points, with a title for readers that cannot see it."""
+    """A figure of `width` x `height` points, with a title for readers that cannot see it."""
 
     def __init__(self, width, height, title):
         self.width, self.height, self.title, self.parts = width, height, title, []

@@ -199,7 +199,7 @@ def test_a_run_that_goes_on(tmp_path):
     with locks.locked(folder / ".lock"):
         read = page(folder)
         assert "Not complete: at step 5 of 20, running (last line" in read.text
-    assert "Not complete: at step 5 of 20, it was killed, or failed" in page(folder).text
+    assert "Not complete: at step 5 of 20, killed or failed" in page(folder).text
     assert "Nothing was evaluated yet" in read.text
 
 

@@ -222,7 +222,7 @@ def _checked(
         remedy = "give --gpus for a plan, or add --measure"
         raise UsageError("has no meaning without --measure", where="--nproc", remedy=remedy)
     if chart is not None and chart.suffix != ".svg":
-        raise UsageError("is no name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
+        raise UsageError("is not the name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
     return target
 
 

@@ -66,7 +66,7 @@ def learning_rate(
         config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         path = out or Path(f"{config.name}-lr.svg")
         if path.suffix not in (".svg", ".png"):
-            raise UsageError("is no name of a chart", where=f"--out {path}", remedy="call it lr.svg or lr.png")
+            raise UsageError("is not the name of a chart", where=f"--out {path}", remedy="call it lr.svg or lr.png")
         check_replaceable(path, force=force, mark=chart.MARK)
         if ranks.is_launcher(nproc):
             more = {"--preset": preset, "--from": low, "--to": high, "--steps": steps, "--out": out, "--debug": debug}

@@ -74,6 +74,17 @@ def of_run(metrics: Metrics, sets: Sequence[str] = ()) -> list[Chart]:
     return [_limited(chart) for chart in [*ordered[:1], *results, *ordered[1:], *others][:_CHARTS]]
 
 
+def first(shown: Sequence[Chart]) -> int:
+    """How many charts a reader needs first: the loss, up to four results of evaluations, and the learning rate.
+
+    Args:
+        shown: the charts of a run, as `of_run` orders them.
+    """
+    titles = [chart.title for chart in shown]
+    count = 1 + sum(title.startswith("eval/") for title in titles[1:5])
+    return count + (titles[count : count + 1] == [_TRAINING["train/lr"]])
+
+
 def of_runs(runs: Mapping[str, Metrics]) -> list[Chart]:
     """Charts in which each run is a line; a chart for each name that is a curve in any run."""
     charts: dict[str, Chart] = {}

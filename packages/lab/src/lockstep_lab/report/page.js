@@ -106,7 +106,16 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     for (const [place, { logarithmic }] of built) build(place, logarithmic);
   });
+  for (const details of document.querySelectorAll("details")) {
+    details.addEventListener("toggle", () => {
+      for (const [place, { plot }] of built) if (details.contains(place)) plot.setSize({ width: place.clientWidth, height: 230 });
+    });
+  }
   addEventListener("beforeprint", () => {
+    for (const place of places) {
+      const details = place.closest("details");
+      if (details) details.open = true;
+    }
     for (const place of places) if (!built.has(place)) build(place, false);
   });
 })();

@@ -44,7 +44,10 @@ def write(folder: Path, out: Path | None = None) -> Path:
 def to_html(shown: Run) -> str:
     """The page as text."""
     curves = charts.of_run(shown.metrics, shown.evaluation_sets)
-    plots, values = page.figures(curves)
+    count = charts.first(curves) if curves else 0
+    plots, values = page.figures(curves[:count])
+    more, more_values = page.figures(curves[count:], count)
+    values += more_values
     # In base64, 3 bytes become 4.
     room = max(0, _BYTES - _TEXTS - len(json.dumps(values))) * 3 // 4
     hint = "Drag across a chart to zoom in, double-click to zoom out; click on a name to hide its line."
@@ -55,7 +58,13 @@ def to_html(shown: Run) -> str:
         ("Training", [_trained(shown)]),
         (
             "Curves",
-            [element("p", hint + restarts, class_="soft"), plots] if curves else [_nothing("no entry is logged")],
+            [
+                element("p", hint + restarts, class_="soft"),
+                plots,
+                *([folded(f"{len(more_values)} more charts", more)] if more_values else []),
+            ]
+            if curves
+            else [_nothing("no entry is logged")],
         ),
         ("Evaluations", evaluations.parts(shown, room=room)),
         ("Checkpoints", _checkpoints(shown)),

@@ -27,12 +27,12 @@ class ComputedOfImages(Computed):
 def program_of_images(
     compute: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, size: tuple[int, int, int], *, varies: bool
 ) -> Program:
-    """A program with the input `images`, uint8 (pictures, channels, height, width), for any number of pictures.
+    """A program with the input `images`, uint8 (images, channels, height, width), for any number of images.
 
     Args:
         compute: called with the model and the images.
         size: channels, height and width of the example.
-        varies: whether pictures have other heights and widths, too.
+        varies: whether images differ in height and width.
     """
     channels, height, width = size
     draw = torch.Generator().manual_seed(0)
