@@ -55,6 +55,7 @@ test-trackers: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/plain_english.py
 	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github/workflows action.yml
 

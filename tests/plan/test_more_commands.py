@@ -40,7 +40,7 @@ def test_advice(call, tmp_path):
         (["digits", "--measure", "--link-bandwidth", "5GB/s"], "--measure with --link-bandwidth"),
         (["digits", "--advise", "nowhere"], "takes no target"),
         ([], "neither what would be trained nor which run"),
-        (["digits", "--gpu", "H100", "--chart", "plan.png"], "is no name of an SVG file"),
+        (["digits", "--gpu", "H100", "--chart", "plan.png"], "is not the name of an SVG file"),
         (["digits", "--gpu", "H100", "--watts", "0"], "is not above 0"),
         (["digits", "--measure", "--nproc", "none"], "--nproc"),
         (["digits", "--measure", "--gpu", "H100"], "measures on this machine"),

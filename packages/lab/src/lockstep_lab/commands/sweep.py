@@ -35,7 +35,7 @@ def sweep(
     run_dir: _RunDir = None,
     debug: Debug = False,
 ) -> None:
-    """Train with different values of some keys, and find the best. The same command resumes the sweep, also after a kill.
+    """Train with different values of some keys, and find the best. The same command resumes the sweep after a kill.
 
     Each trial is a run in DIR/trial-0000, DIR/trial-0001 and so on.
     """
