@@ -134,7 +134,7 @@ class MicroBatches(Dataset[MicroBatch]):
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
-        self.seeding = SampleSeeding(lazily=not self.prepares)
+        self.seeding = SampleSeeding(lazily=self.read_many is not None)
         self.stream: Any = data if getattr(data, "reads_forward", None) is True else None  # see `streams.Stream`
 
     @property
@@ -215,8 +215,6 @@ class MicroBatches(Dataset[MicroBatch]):
 
     def _read_seeded(self, plan: MicroBatchPlan) -> list[Any]:
         """The samples, each under its own seed. This runs for every sample, so it calls little else."""
-        if not self.prepares and not self.seeding.drawn:
-            return [self.data[index] for index in plan.indices]
         data, prepares, prepare, training, samples = self.data, self.prepares, self.task.prepare, self.training, []
         epoch, seeders = plan.epoch, self.seeding.seeders()
         seeds = derive_seeds(plan.words, state=derive_seed(self.seed, epoch)).tolist()

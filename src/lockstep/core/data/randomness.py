@@ -125,15 +125,15 @@ def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.
 class SampleSeeding:
     """Gives every sample random numbers of its own, at little cost for samples that draw none.
 
-    A generator is seeded for each sample only after a sample was seen to draw from it. `Task.prepare` mostly draws from
-    torch's generator, so this one is seeded from the start there. Before a micro-batch is read, `begin` puts the
-    generators from which no sample has drawn so far into a known state. Afterwards `found_more` says whether a
-    generator left that state. If so, the caller reads the micro-batch again, and from then on `seed` seeds this
-    generator too. So a sample that draws is always read under its own seed, and a sample that draws nothing is the same
-    under any seed.
+    torch's generator is seeded for each sample: code may draw from a fork of it, which leaves no trace. NumPy's and
+    Python's generators take longer to seed, so they are seeded only after a sample was seen to draw from them. Before a
+    micro-batch is read, `begin` puts the generators from which no sample has drawn so far into a known state.
+    Afterwards `found_more` says whether a generator left that state. If so, the caller reads the micro-batch again, and
+    from then on `seed` seeds this generator too. So a sample that draws is always read under its own seed, and a sample
+    that draws nothing is the same under any seed.
 
     Args:
-        lazily: treat torch's generator like the others: for samples that `Task.prepare` does not change.
+        lazily: treat torch's generator like the others. For data sets that read many samples at once.
     """
 
     def __init__(self, lazily: bool = False) -> None:
