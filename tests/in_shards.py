@@ -1,4 +1,4 @@
-"""Run the tests in as many processes as there are cores, and print the results of one after the other.
+"""Run the tests in two processes for each core, and print the results of one after the other.
 
     python tests/in_shards.py [--record] [paths and options of pytest]
 
@@ -24,6 +24,7 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 DURATIONS = HERE / "durations.json"
+_PER_CORE = 2  # processes: tests wait a third of their time, for ranks and for other programs
 IN_MEMORY = Path("/dev/shm")
 ROOM_BYTES = 4 << 30
 """The tests leave 0.3 GB of temporary files."""
@@ -85,7 +86,7 @@ def run() -> int:
     roots = [Path(one) for one in chosen] or [Path("tests"), *sorted(Path("packages").glob("*/tests"))]
     files = sorted({str(p) for root in roots for p in (root.rglob("test_*.py") if root.is_dir() else [root])})
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
-    dealt = shards(files, seconds, len(os.sched_getaffinity(0)))
+    dealt = shards(files, seconds, _PER_CORE * len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder, f"{number}.xml") for number in range(len(dealt))]
         outputs = [Path(folder, f"{number}.txt").open("w+") for number in range(len(dealt))]

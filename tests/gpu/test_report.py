@@ -44,8 +44,8 @@ def test_page_has_a_row_for_each_case_and_names_those_that_failed(benchmark):
     cells = ["gpt125m", "bf16", "no", "16", "100.0 ms", "102.0 ms", "1.020 (1.000 to 1.100)", "157", "160,627"]
     assert [cell.strip() for cell in row.strip("|").split("|")] == [
         *cells,
-        "not known",
-        "not known",
+        "unknown",
+        "unknown",
         "2.00 GiB",
         "1.00 GiB",
     ]
