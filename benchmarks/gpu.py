@@ -535,7 +535,7 @@ def main():
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("torch's CUDA interface sees no GPU: nothing was measured")
+        print("no GPU with torch's CUDA interface is visible: nothing was measured")
         return 0
     command = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     cases = []
