@@ -4,8 +4,8 @@
 
 The pairs are `examples/loop/NAME_plain.py` and `NAME.py`. All scripts run in float64, without dropout, for few epochs.
 The Loop runs on one process, then on `--nproc` ranks, with its own order of samples and its own seeds. The plain script
-gets the batches of the run on one process, recorded as the body of the loop got them, in the place of those of its
-shuffled DataLoader (of its random windows, for `letters`). Nothing else of it changes. Figures: the largest difference
+gets the batches of the run on one process, recorded as the body of the loop got them, instead of those of its
+shuffled DataLoader (for `letters`: of its random windows). Nothing else in it changes. Figures: the largest difference
 of the final weights, relative to the largest weight of the tensor.
 
 Lines: without blank lines, indentation and docstring of the module. *Changed*: new, or not as before.
@@ -54,7 +54,7 @@ def changes(name: str) -> tuple[int, int, int]:
     return len(before), len(after) - kept, len(before) - kept
 
 
-# ---- one run, in a process of its own
+# ---- one run, in its own process
 
 
 def run_script(name: str, argument: str, *, is_plain: bool, record: str) -> None:

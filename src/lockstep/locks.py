@@ -60,7 +60,7 @@ def locked(
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock of the file `path`; None where that cannot be told. The file is not made."""
+    """True if a process holds the lock of the file `path`; None if that cannot be found out. The file is not made."""
     import filelock
 
     if not path.is_file():

@@ -14,10 +14,10 @@ def bytes_of(size: int | str, where: str) -> int:
     """Bytes of `80GB`, `79.6GiB`, `80000000000` or a number.
 
     Raises:
-        UsageError: it is no size, or less than a byte. `where` names the value.
+        UsageError: it is not a size, or less than a byte. `where` names the value.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(size).upper())
     found = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if found < 1:
-        raise UsageError(f"{size!r} is no size", where=where, remedy="write a number with GB or GiB, such as 80GB")
+        raise UsageError(f"{size!r} is not a size", where=where, remedy="write a number with GB or GiB, such as 80GB")
     return found

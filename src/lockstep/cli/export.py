@@ -38,7 +38,7 @@ def export(
     """Write a trained model for use without Lockstep. With --optimizer: the state of its training.
 
     OUT gets model.safetensors (the weights); model.pt2 (the model as a program for torch.export.load) and model.json
-    (its inputs); for pictures and CT volumes use_model.py, which predicts files; for models of transformers config.json
+    (its inputs); for images and CT volumes use_model.py, which predicts files; for models of transformers config.json
     and what its pipelines read; the labels and the preparation of inputs; of a task in FILE.py its source.
     """
     with reporting(debug):

@@ -56,7 +56,7 @@ def init(
         if file is None and library is None:
             raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")
         if file is not None and file.suffix != ".py":
-            raise UsageError("is no Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
+            raise UsageError("is not a Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
         if out is not None and library is None:
             raise UsageError("has no meaning without --from", where="--out", remedy="leave it out")
         for path in (file, out):

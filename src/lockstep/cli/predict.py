@@ -38,7 +38,7 @@ def predict(
         typer.Argument(
             metavar="[INPUT]...",
             help="Images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
-            "that names pictures. For text: files, texts or prompts, and - "
+            "that names images. For text: files, texts or prompts, and - "
             "for standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
@@ -88,7 +88,7 @@ def predict(
 
 
 def _check_is_no_source(out: Path, run_dir: Path, inputs: list[str]) -> None:
-    """Check that `out` is no input, and no file of the run.
+    """Check that `out` is neither an input nor a file of the run.
 
     Raises:
         UsageError: it is.

@@ -169,7 +169,7 @@ def _new_folder(name: str, *, one_launcher: bool) -> Path:
         except OSError as error:
             what = f"cannot be made: {error.strerror}"
             raise UsageError(what, where=str(folder), remedy="choose another place with --run-dir") from error
-        print(f"the run directory is {folder}; give --run-dir {folder} to go on with this run", file=sys.stderr)
+        print(f"the run directory is {folder}; give --run-dir {folder} to resume this run", file=sys.stderr)
         return folder
     raise AssertionError  # the numbers do not end
 

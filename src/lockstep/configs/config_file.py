@@ -131,7 +131,7 @@ def with_kept_task(config: RunConfig, run_dir: Path, tell: Callable[[str], None]
     if not path.endswith(".py") or Path(path).is_file():
         return config
     parts = Path(path).parts
-    for place in range(1, len(parts)):  # the longest end of the path: a file of a package lies in the package's folder
+    for place in range(1, len(parts)):  # the longest end of the path: a file of a package is in the package's folder
         kept = run_dir.joinpath("source", *parts[place:])
         if kept.is_file():
             tell(f"{path} is not there: the task's code is taken from {kept}")

@@ -27,7 +27,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def without_unsupported(model: nn.Module, world: World) -> tuple[nn.Module, list[str]]:
-    """`model` with BatchNorm in place of SyncBatchNorm, where the device of the run cannot run SyncBatchNorm.
+    """`model` with BatchNorm instead of SyncBatchNorm, if the device of the run cannot run SyncBatchNorm.
 
     Parameters and buffers are the same objects with the same names.
 
@@ -42,7 +42,7 @@ def without_unsupported(model: nn.Module, world: World) -> tuple[nn.Module, list
     if not exchanged or world.size == 1:
         return model, []
     what = f"{len(exchanged)} SyncBatchNorm modules cannot run on this device ({world.device.type})"
-    return model, [f"note: {what}: each rank normalises by the statistics of its own micro-batches"]
+    return model, [f"note: {what}: each rank uses the statistics of only its micro-batches"]
 
 
 def batch_norms(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:

@@ -92,7 +92,7 @@ class BlockState:
 
     @contextlib.contextmanager
     def noted(self, changes: Changes) -> Generator[None, None, None]:
-        """Around a forward pass. At its end, `changes` has what the pass has changed.
+        """Around a forward pass. Afterwards, `changes` contains what the pass has changed.
 
         Raises:
             TrainingError: the pass has changed what a recomputation could not bring back; names it.
@@ -207,7 +207,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def written_by_pass(module: nn.Module, names: set[str], *, is_compiled: bool) -> Generator[None, None, None]:
-    """Around a forward pass. At its end, `names` has the parameters and buffers that the pass has written.
+    """Around a forward pass. Afterwards, `names` contains the parameters and buffers that the pass has written.
 
     Left out are the statistics of BatchNorm and its relatives.
 

@@ -232,7 +232,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         return inside(*args, **options)
 
-    call.__code__ = call.__code__.replace()  # with a cache of its own: torch compiles a code for few modules only
+    call.__code__ = call.__code__.replace()  # with its own cache: torch compiles a code for few modules only
     return call
 
 

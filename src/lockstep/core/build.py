@@ -71,7 +71,7 @@ class Run:
     messages: list[str]
     """Lines for the beginning of the log."""
     warnings: list[str]
-    """Warnings that every start of the run shows at its beginning and at its end."""
+    """Warnings that every start of the run shows at the beginning and again at the end."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
     update: Update
@@ -118,7 +118,7 @@ class Beginning:
     """The weights with which a new training begins. This class leaves those that the task made."""
 
     def load_weights(self, model: nn.Module, world: World) -> list[str]:
-        """Load weights into a model, of which a rank may hold shards. Returns lines for the log."""
+        """Load weights into a model; a rank may hold only shards of it. Returns lines for the log."""
         return []
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> list[str]:
@@ -142,7 +142,7 @@ def prepare_run(
 
     Args:
         micro_batch: largest number of samples in a forward pass.
-        checkpoint: the checkpoint from which the run goes on. None: a new run.
+        checkpoint: the checkpoint from which the run resumes. None: a new run.
         folder: the run directory.
         beginning: loads the weights with which a new run begins. None: they are the task's.
         order_of: returns what draws the samples of an epoch of the training data. None: an epoch has each sample once.

@@ -41,7 +41,7 @@ class BuiltInPart(Part):
     """True if it reads `Inside.writes`, which takes time with each event of a user's Part."""
 
     def apart(self, what: str) -> AbstractContextManager[None]:
-        """A context around work that is no training, on all ranks.
+        """A context around work on all ranks that is not training.
 
         Args:
             what: `evaluation` or `saving`.

@@ -73,7 +73,7 @@ def _nothing(*arguments: object, **options: object) -> None:
 
 
 def is_in_debugger(thread: int) -> bool:
-    """True if a thread of this process stands in a debugger."""
+    """True if a thread of this process is in a debugger."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code.co_filename.replace(os.sep, "/").endswith(_DEBUGGERS):
@@ -88,7 +88,7 @@ def explanation(error: BaseException) -> LockstepError | None:
         return None
     where = this_process.named() or None
     if sys.stdin and sys.stdin.isatty():
-        return LockstepError("the debugger was left", where=where, remedy="in the debugger, c lets the training go on")
+        return LockstepError("the debugger was left", where=where, remedy="in the debugger, c continues the training")
     return UsageError(
         "a breakpoint was reached, and this process has no terminal",
         where=where,

@@ -23,7 +23,7 @@ def decay_at(update: int, decay: float) -> float:
     polynomial-decay averaging of Shamir and Zhang 2013, arXiv:1212.1824, with their eta = 8 and T = update + 2.
 
     Args:
-        update: number of the update, from 1. It counts from the start of the training, so that a run that goes on has
+        update: number of the update, from 1. It counts from the start of the training, so that a resumed run has
             the decays of a run that was never stopped.
         decay: the largest decay, in [0, 1].
     """

@@ -19,7 +19,7 @@ _OWN = "torch-lockstep"
 
 
 class EntryPoint(NamedTuple):
-    """A name that a distribution declares in a group, and the object that it stands for."""
+    """A name that a distribution declares in a group, and the object that it names."""
 
     group: str
     name: str

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from lockstep.core.code_files import LOCKSTEP, PYTHON, is_own_code, library_of
 
 SKIP = (
-    "set data.on_error=skip to go on without it (a run that has begun: with --allow-change data.on_error; predict: "
+    "set data.on_error=skip to continue without it (a run that has begun: with --allow-change data.on_error; predict: "
     "--on-error skip)"
 )
 """The end of a remedy for a sample that cannot be read."""

@@ -35,7 +35,7 @@ _EVALUATION = 0xE7A1  # a word of the seeds of evaluations: they differ from the
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """Stands in the place of an output, where the sample could not be read."""
+    """Replaces an output, if the sample could not be read."""
 
     what: str
     """The fault, and the file of the sample."""
@@ -65,8 +65,8 @@ def evaluate(
 
     Args:
         forward: a `Forward`, see `Strategy.inference`.
-        tick: called after each of this rank's micro-batches, of which all ranks have equally many.
-        show: called on rank 0, where there are metrics or outputs to show.
+        tick: called after each of this rank's micro-batches; all ranks have equally many.
+        show: called on rank 0, if there are metrics or outputs to show.
         show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
             be read or have no output, and all samples where the output has no part for each sample.
         worst: collects the samples whose outputs are most wrong. `show` is called after that.
@@ -226,7 +226,8 @@ def measure(
     """The loss sums of a micro-batch by head, and the output, where it is wanted. A single loss is the head `loss`.
 
     Raises:
-        TrainingError: the losses are no scalar tensors, or have other heads than the units; or the output is None.
+        TrainingError: the losses are not scalar tensors, or their heads differ from those of the units; or there is no
+            output.
     """
 
     def call(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -269,7 +270,7 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     sample; a dataclass gives mappings. A list must hold an item for each sample. None gives None for each sample.
 
     Args:
-        name: name of `output` inside the output of which it is a part; for errors.
+        name: name of `output` inside the whole output; for errors.
 
     Raises:
         DataError: a part of the output has no part for each sample; names it.

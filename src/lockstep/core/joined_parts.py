@@ -1,4 +1,4 @@
-"""The Parts of a training: calls them at their events, hears their requests, and keeps their states.
+"""The Parts of a training: calls them at their events, handles their requests, and keeps their states.
 
 All ranks call each method after the same step. A method that no Part needs costs nothing.
 """
@@ -70,7 +70,7 @@ class JoinedParts:
         last_step, steps_per_epoch, folder: see `Training`.
 
     Raises:
-        UsageError: two Parts have the same name, or something else is no Part.
+        UsageError: two Parts have the same name, or an object is not a Part.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class JoinedParts:
                     self.writes.setdefault(name, f"{written} in {method}")
                 fault = changes.restore_groups()
             if has_changed and not fault:
-                fault = "it left the model in another mode; call training.model.train() at its end"
+                fault = "it left the model in a different mode; end it with training.model.train()"
             if fault:
                 raise RuntimeError(fault)
             return value
@@ -213,7 +213,7 @@ class JoinedParts:
                 remedy = "correct the Part; or, where the training can do without it, give it required = False"
                 raise TrainingError(what, where=where, remedy=remedy) from error
             self.left_out.add(name)
-            text = f"warning: {where}: {what}; the training goes on without this Part"
+            text = f"warning: {where}: {what}; the training continues without this Part"
             self.lines(text)
             if self.state.world.rank:  # the logs are those of rank 0
                 print(text, file=sys.stderr, flush=True)
@@ -326,7 +326,7 @@ class JoinedParts:
             if name in states:
                 self._attempt(name, "load_state_dict", nested.decode(states[name], self.state.world.device))
             else:
-                notes.append(f"note: the checkpoint has no state of the Part {name}, which begins anew")
+                notes.append(f"note: the checkpoint has no state of the Part {name}, which starts from the beginning")
         for name in states.keys() - self.by_name.keys():
             notes.append(f"note: the checkpoint's state of {name} is left out, because there is no Part of this name")
         ended = saved.get("ended")
@@ -351,7 +351,7 @@ def check(parts: Sequence[Part]) -> None:
     for part in parts:
         if not isinstance(part, Part):
             raise UsageError(
-                f"{_kind(part)} is no Part", where="parts", remedy="give objects of subclasses of lockstep.Part"
+                f"{_kind(part)} is not a Part", where="parts", remedy="give objects of subclasses of lockstep.Part"
             )
         if label(part) in names:
             what = f"two Parts have the name {label(part)!r}"

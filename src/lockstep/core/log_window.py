@@ -117,7 +117,7 @@ class LogWindow:
         return sum(waits), alone, time.perf_counter() - self.begun - self.excluded_s
 
     def _alone_s(self, result: StepResult) -> float:
-        """Seconds for which this rank computed in a step before gradients were exchanged; 0 where this is unknown."""
+        """Seconds that this rank computed in a step before gradients were exchanged; 0 if this is unknown."""
         if len(result.marks) != 2 or result.waits is None:
             return 0.0
         waits = sum(self.device.seconds_between(*marks) for marks in result.waits)

@@ -115,7 +115,7 @@ def steps(
         consensus: says on all ranks alike whether a rank was asked to stop.
         evaluate: evaluates the model; returns results by name.
         keeper: keeps the states. None: nothing is kept.
-        evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
+        evaluated: results of the evaluation at `state.step`, if the run resumes from a checkpoint that has them.
         stopping: decides after each evaluation whether the training ends there, and before each step whether that step
             is the last, because the time is up. What happens after the last step then happens, too.
 
@@ -349,7 +349,7 @@ def check_any_update(state: TrainState) -> None:
     raise TrainingError(
         f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the initial weights",
         where="end of training",
-        remedy=f"{'; or '.join(causes)}. Then start anew with --fresh",
+        remedy=f"{'; or '.join(causes)}. Then start again with --fresh",
     )
 
 

@@ -33,7 +33,7 @@ _ROWS = (130, 33, 97)
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, which step as one.
+    """Several optimizers that step as one. Each has its own parameters.
 
     `param_groups` and `state` are those of all members: the same objects, not copies.
     """
@@ -130,7 +130,7 @@ def check_arguments(kind: type, args: Mapping[str, Any], *, decays: bool, where:
     allowed = [name for name in parameters if name not in ("params", "lr", "weight_decay")]
     for name in args:
         if name in ("lr", "weight_decay"):
-            raise UsageError(f"{name} has a key of its own", where=f"{where}.args.{name}", remedy=f"set {where}.{name}")
+            raise UsageError(f"{name} has its own key", where=f"{where}.args.{name}", remedy=f"set {where}.{name}")
         if name not in allowed and not takes_all:
             remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
             raise UsageError(f"{class_name} takes no argument {name!r}", where=f"{where}.args.{name}", remedy=remedy)
@@ -152,7 +152,7 @@ def _digest_of(kind: Any) -> str:
 
 
 def code_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """SHA-256 of the source of each class of an optimizer that lies in a file which the config names."""
+    """SHA-256 of the source of each class of an optimizer from a file that the config names."""
     kinds: list[Any] = [type(member) for member in members(optimizer)]
     return {kind.__name__: _digest_of(kind) for kind in kinds if kind.__module__.startswith(plugins.NAMED_PREFIX)}
 
@@ -278,7 +278,7 @@ def given(make: Make, groups: list[dict[str, Any]], *, scale: float) -> torch.op
 
 
 def complete(made: torch.optim.Optimizer, *, scale: float, where: str) -> None:
-    """Give each group of an optimizer a `name` of its own and a `base_lr`, where its class has formed other groups.
+    """Give each group of an optimizer a unique `name` and a `base_lr`, if its class has formed different groups.
 
     Args:
         scale: factor on the learning rates of groups without a `base_lr`.

@@ -1,4 +1,4 @@
-"""`Part`: what a user adds to a training, such as a message, a figure of the log, or a stop of one's own.
+"""`Part`: what a user adds to a training, such as a message, a logged figure, or a rule to stop.
 
 A Part is called at events between the steps, and once within a step, when the gradients are complete. None runs between
 micro-batches. This module imports no torch, and knows neither the loop nor files.
@@ -23,7 +23,7 @@ OWN_NAMES = ("train", "eval", "time", "memory", "data")
 
 @dataclass
 class Training:
-    """The view that a Part has of a training, and its requests to it. Each Part has one of its own, for all events.
+    """The view that a Part has of a training, and its requests to it. Each Part has its own, for all events.
 
     Figures of the training are the same on all ranks. Read them; only `before_update` may change gradients.
     """
@@ -43,7 +43,7 @@ class Training:
     """The step at which the training ends, unless something ends it earlier."""
     steps_per_epoch: int
     folder: Path
-    """The run directory. A Part may write files of its own there, on rank 0."""
+    """The run directory. A Part may write its own files there, on rank 0."""
     results: Mapping[str, float]
     """The last value of everything logged, such as `train/loss` and `eval/accuracy`."""
     step: int = 0
@@ -67,7 +67,7 @@ class Training:
         """Add a number to the next entry of the log. The value of rank 0 counts; of several values the last.
 
         In `log_entry` and `after_evaluation`, the next entry is the entry of this event. What is logged after the last
-        entry of the training gets an entry of its own. A tensor on a GPU is read when the entry is written.
+        entry of the training gets its own entry. A tensor on a GPU is read when the entry is written.
 
         Args:
             name: such as `gradients/zero`. `train`, `eval`, `time`, `memory` and `data` are Lockstep's own first parts.
@@ -133,7 +133,7 @@ class Part:
     Part does not know the other Parts. It does not change the weights, the model's structure or the optimizer.
     What only people see, such as a message, is done on rank 0: `if training.rank == 0`.
 
-    After a crash a training goes on from its last checkpoint, and steps after it are made again, with their events. So
+    After a crash a training resumes from its last checkpoint, and repeats the steps after it, with their events. So
     an event may come a second time; the state is that of the checkpoint.
     """
 
@@ -172,7 +172,7 @@ class Part:
         """The training has reached its end, and all is saved. Not after a signal, and not after a failure."""
 
     def state_dict(self) -> Any:
-        """The state that a training that goes on needs: numbers, texts, tensors, and nested lists and dicts of these.
+        """The state that a resumed training needs: numbers, texts, tensors, and nested lists and dicts of these.
 
         It is called when the state is saved, and after an evaluation. All ranks must return the same, because the state
         of rank 0 is kept. It is kept in manifest.json, and should be small: at most some thousands of numbers.
@@ -189,5 +189,5 @@ def label(part: Part) -> str:
 
 
 def overrides(part: Part, method: str) -> bool:
-    """True if a Part has a method of its own, and so needs this event."""
+    """True if a Part overrides a method, and so needs this event."""
     return getattr(type(part), method) is not getattr(Part, method)

@@ -1,4 +1,4 @@
-"""The content of a run's checkpoint, and the way in which a run goes on from it."""
+"""The content of a run's checkpoint, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _check_run(checkpoint: Checkpoint, folder: Path) -> None:
     raise UsageError(
         f"another run saved the checkpoint of step {checkpoint.step}: {difference}",
         where=str(checkpoint.path),
-        remedy="move the checkpoints of the other run out of this folder, or start anew with --fresh. To begin with "
-        "the weights of a checkpoint: train.init_from=PATH in another --run-dir",
+        remedy="move the checkpoints of the other run out of this folder, or start again with --fresh. To begin with "
+        "the weights of a checkpoint: train.init_from=PATH in a different --run-dir",
     )
 
 
@@ -122,7 +122,7 @@ def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_chang
     raise UsageError(
         f"the training data are not those that the run began with: {change}",
         where=str(checkpoint.path),
-        remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
+        remedy="give the same data, --allow-change data to continue with these, or --fresh to start again",
     )
 
 
@@ -148,7 +148,7 @@ def _check_schedule(
         changed = f"its factor for update {done - 1} was {factor:g}, and is {state.schedule(done - 1):g} now"
         if "schedule" in allow_change:
             return [f"warning: the schedule's function has changed: {changed}"]
-        remedy = "restore the function, --allow-change schedule to go on with this function, or --fresh to start anew"
+        remedy = "restore the function, --allow-change schedule to continue with this one, or --fresh to start again"
         raise UsageError(f"the schedule's function has changed: {changed}", where="schedule", remedy=remedy)
     now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):
@@ -167,7 +167,7 @@ def _check_schedule(
         text,
         where=f"{key}={value}",
         remedy=f"schedule.total_steps={then.length} keeps the curve, and the last rate after its end; "
-        f"--allow-change {key} goes on with the new curve; --fresh deletes the run and starts anew",
+        f"--allow-change {key} continues with the new curve; --fresh deletes the run and starts again",
     )
 
 
@@ -199,7 +199,7 @@ def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[
         where="batch.micro",
         remedy="choose batch.micro and the number of ranks so that a step has as many passes as before; after a lack "
         "of memory, take more ranks or compute.activation_checkpointing=true, and delete micro.json in the run "
-        "directory; or --allow-change batch.micro to go on with another number",
+        "directory; or --allow-change batch.micro to continue with a different number",
     )
 
 
@@ -284,7 +284,7 @@ def _check_code(manifest: Mapping[str, Any], optimizer: torch.optim.Optimizer, a
         raise UsageError(
             f"the source of {min(changed)} has changed since the run began",
             where="optim.name",
-            remedy="restore the file, --allow-change optim to go on with this class, or --fresh to start anew",
+            remedy="restore the file, --allow-change optim to continue with this class, or --fresh to start again",
         )
 
 

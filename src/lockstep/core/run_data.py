@@ -186,7 +186,7 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
 def agreed_fingerprint(
     data: Dataset[Any], world: World, order: Order | None = None, *, in_worker: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fingerprint of the training data, and warnings about them. Each rank reads a few samples of its own data.
+    """The fingerprint of the training data, and warnings about them. Each rank reads a few samples from its data.
 
     Args:
         order: see `step_plan`. Its digest belongs to the fingerprint.

@@ -57,8 +57,8 @@ def build_model(
     """The task's model, with the weights that the task gave it.
 
     Args:
-        steps_per_epoch: steps of an epoch, where the model will be trained. None: the model only runs forward.
-        step: step at which training begins or goes on.
+        steps_per_epoch: steps of an epoch, if the model will be trained. None: the model only runs forward.
+        step: step at which training begins or resumes.
         is_bypassed: see `Forward`.
 
     Raises:

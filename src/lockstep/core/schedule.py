@@ -46,7 +46,7 @@ class Plateau(Section):
     """The least factor on the learning rate."""
 
     def factor_after(self, results: Sequence[float]) -> float:
-        """The factor on the learning rate after evaluations with these results. NaN is no improvement."""
+        """The factor on the learning rate after evaluations with these results. NaN is not an improvement."""
         sign, best, since, factor = -1.0 if self.mode == "min" else 1.0, -math.inf, 0, 1.0
         for result in results:
             if sign * result > best + (self.min_delta if math.isfinite(best) else 0.0):
@@ -104,9 +104,9 @@ class Schedule(ScheduleConfig):
     steps_per_epoch: int = 1
     """Updates of an epoch; for `step`."""
     kept_warmup: int | None = None
-    """Updates of the warm-up with which the training began, where its share is of another length now."""
+    """Updates of the warm-up that the training began with, if its share has a different length now."""
     own: Callable[[int], float] | None = None
-    """The user's function of the updates, in the place of `name`."""
+    """The user's function of the updates, instead of `name`."""
     history: History | None = None
     """The results that `plateau` follows. They grow with each evaluation."""
 

@@ -18,7 +18,7 @@ from lockstep.core.errors import LockstepError
 _OTHER_FILES, _MANY_FILES = 128, 1 << 14  # of a rank besides its connections; a limit that seldom hinders
 _SHARED = Path("/dev/shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# torch and gloo raise errors of their own kinds, which quote the system. torch names its shared memory so.
+# torch and gloo raise their own kinds of errors, which quote the system. torch gives its shared memory this name.
 _FILES_TEXT, _FULL_TEXT, _TORCH_SHARED = os.strerror(errno.EMFILE), os.strerror(errno.ENOSPC), "</torch_"
 
 
@@ -98,7 +98,7 @@ def of_shared_memory() -> ShortageError:
     with contextlib.suppress(OSError):
         disk = shutil.disk_usage(_SHARED)
         return ShortageError(
-            f"shared memory is full: it has {_size(disk.total)}, of which {_size(disk.free)} are free now; loader "
+            f"shared memory is full: it has {_size(disk.total)}, and {_size(disk.free)} are free now; loader "
             "workers pass on their batches through it",
             where=str(_SHARED),
             remedy=ROOM_FOR_BATCHES,
@@ -188,7 +188,7 @@ def _why_not(folder: Path) -> str:
     if not folder.exists():
         return "does not exist"
     if not folder.is_dir():
-        return "is no folder"
+        return "is not a folder"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))

@@ -126,7 +126,7 @@ class StepResult:
     """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
     see `Device.mark`."""
     waits: list[tuple[Any, Any]] | None = field(default_factory=list)
-    """Marks around the times in between for which it waited for other ranks; see `strategy.Waits`."""
+    """Marks around the times in between when it waited for other ranks; see `strategy.Waits`."""
 
     @classmethod
     def of(cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch]) -> StepResult:

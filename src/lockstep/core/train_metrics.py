@@ -24,7 +24,7 @@ _TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_s", "wait_share"
 
 
 class TrainMetrics:
-    """Feeds the outputs that `Task.loss` returns beside its losses to the metrics of `Task.metrics`.
+    """Feeds the outputs that `Task.loss` returns next to its losses to the metrics of `Task.metrics`.
 
     At an entry of the log, the metrics have seen every sample of the window once, whatever the ranks and micro-batches:
     fillers are not given to `add`. At the end of an epoch, they have seen every sample since the epoch began in this

@@ -26,7 +26,7 @@ class TrainingLog:
     window: LogWindow
     writers: Sequence[Writer]
     parts: JoinedParts
-    """Add figures of their own to entries."""
+    """Add their own figures to entries."""
     progress_shown: float = float("-inf")  # the first step is shown at once
 
     def __post_init__(self) -> None:

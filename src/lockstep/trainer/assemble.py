@@ -234,7 +234,7 @@ def prepare(setup: Setup, task: Task, world: World) -> Run:
 
 
 def run_at(setup: Setup, task: Task, world: World, checkpoint: Checkpoint | None) -> Run:
-    """Make the run on this rank, with the state of a checkpoint, or at its beginning."""
+    """Make the run on this rank, with the state of a checkpoint, or from the beginning."""
     config = setup.config
     run = build.prepare_run(
         config,

@@ -32,8 +32,8 @@ def check_free(folder: Path) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
         raise UsageError(
-            f"the folder holds what is no prediction of Lockstep: {', '.join(names[:_SHOWN])}{more}. Predictions could "
-            "replace files of the same name",
+            f"the folder contains more than predictions of Lockstep: {', '.join(names[:_SHOWN])}{more}. Predictions "
+            "could replace files of the same name",
             where=f"--out {folder}",
             remedy=f"give a new or an empty folder, such as {folder / 'predictions'}",
         )

@@ -161,7 +161,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _close(file: IO[str]) -> None:
-    """Close a file of which nobody needs the rest. Closing writes the rest, and fails again where the disk is full."""
+    """Close a file after a fault. Closing writes the rest, which nobody needs, and fails again if the disk is full."""
     with contextlib.suppress(OSError):
         file.close()
 

@@ -40,7 +40,7 @@ class LoopTask(Task):
         module: the user's model.
         optimizer: of its parameters.
         data: map-style training data.
-        several: the optimizers of which `optimizer` consists, by name: each is a player of the training.
+        several: the optimizers that make up `optimizer`, by name. They update in turn.
         collate: None: torch's `default_collate`.
         units: None: the body of the loop says how many units a micro-batch has.
     """
@@ -206,7 +206,7 @@ def joined(model: Any, optimizers: Mapping[str, Any], refused: Mapping[str, Any]
         raise UsageError(f"an optimizer is a {type(other).__name__}", where=where, remedy=remedy)
     held = [id(parameter) for one in optimizers.values() for group in one.param_groups for parameter in group["params"]]
     if len(set(held)) < len(held):
-        remedy = "give each optimizer parameters of its own"
+        remedy = "give each optimizer its own parameters"
         raise UsageError("two optimizers have the same parameter", where=where, remedy=remedy)
     for name, one in optimizers.items():
         for group in one.param_groups:

@@ -189,7 +189,7 @@ def _rows(embedded: Any, count: int) -> tuple[list[Tensor], TreeSpec]:
     """The tensors that `Task.embed` returned, and how it nests them.
 
     Raises:
-        TrainingError: something is no tensor, or a tensor has no row for each of the `count` samples.
+        TrainingError: a value is not a tensor, or a tensor has no row for each of the `count` samples.
     """
     leaves_of, form = tree_flatten(embedded)
     for leaf in leaves_of or [None]:

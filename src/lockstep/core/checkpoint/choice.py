@@ -1,6 +1,6 @@
-"""The choice of the checkpoint that is evaluated, predicts, is exported, or gives the first weights of another run.
+"""Chooses the checkpoint to evaluate, to predict with, to export, or to take the first weights of a different run from.
 
-The run may go on meanwhile, and delete the checkpoint that was chosen. Then another is chosen, on all ranks.
+The run may continue meanwhile, and delete the chosen checkpoint. Then all ranks choose a different one.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def choose(
         the checkpoint, and lines that say which it is and which damaged checkpoints were passed over.
 
     Raises:
-        UsageError: `wanted` is none of these, there is no checkpoint of that step, or the best is not known.
-        CheckpointError: there is no checkpoint, or the wanted checkpoint is damaged.
+        UsageError: `wanted` is none of these, there is not a checkpoint of that step, or the best is not known.
+        CheckpointError: there is not a checkpoint, or the wanted checkpoint is damaged.
     """
     text = str(wanted) if wanted is not None else (BEST if retention.best else NEWEST)
     if text not in (NEWEST, BEST) and not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{text!r} is no checkpoint", where=where, remedy="use newest, best or a step")
+        raise UsageError(f"{text!r} is not a checkpoint", where=where, remedy="use newest, best or a step")
     if text == NEWEST:
         return _newest(folder, world)
     for _ in range(store.ATTEMPTS):

@@ -14,7 +14,7 @@ from lockstep.core.errors import LockstepError, TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
 Kind = tuple[int | str, ...] | None
-"""Shape and dtype of a tensor; of nested values their structure. None: another value that is no tensor."""
+"""The shape and dtype of a tensor, or the structure of nested values. None: any other value."""
 _SHOWN = 5
 _EXTRA = "_extra_state"  # the last part of the name that torch gives to what `get_extra_state` returns
 
@@ -56,7 +56,7 @@ class Form:
         return cls(kinds(model.state_dict()), frozenset() if sharded else frozenset(buffer_places(model)))
 
     def misfits(self, saved: Mapping[str, Kind]) -> list[str]:
-        """The names of what cannot be loaded, sorted. `saved` need not have values that are no tensors."""
+        """The names of what cannot be loaded, sorted. `saved` need not have values other than tensors."""
         names = self.kinds.keys() | saved.keys()
         return sorted(name for name in names if not self._fits(name, saved))
 
@@ -113,7 +113,7 @@ def is_extra(name: str) -> bool:
 
 
 def load(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Call `load_state_dict` of `model` with a state in the form of its own.
+    """Call `load_state_dict` of `model` with a state in its own form.
 
     Raises:
         TrainingError: the model does not take it.
@@ -135,7 +135,7 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
     """Check that a checkpoint of a newly built model will hold its parameters, and that the model can load it.
 
     Args:
-        also_frozen: whether frozen parameters must be in it too, because the task alone cannot make them anew.
+        also_frozen: whether frozen parameters must be in it too, because the task alone cannot make them again.
 
     Raises:
         TrainingError: names the parameters.

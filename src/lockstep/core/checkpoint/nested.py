@@ -29,7 +29,7 @@ class NotSavedError(Exception):
 
 
 def encode(value: Any) -> Any:
-    """A value for JSON; `decode` makes it anew. Plain finite values stay as they are.
+    """A value for JSON; `decode` restores it. Plain finite values stay as they are.
 
     Raises:
         NotSavedError: names the part that cannot be saved.

@@ -1,4 +1,4 @@
-"""Saves checkpoints: copies the state to host memory, then writes it in a thread while the training goes on."""
+"""Saves checkpoints: copies the state to host memory, then writes it in a thread while the training continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Saver:
     """Writes the checkpoints of a run. Every rank writes a share of the tensors.
 
     If a checkpoint cannot be written (disk full, no permission), the user gets a message at once, `failures` keeps it,
-    and the training goes on; earlier checkpoints stay. A state that is not finite is not saved, and ends the training.
+    and the training continues; earlier checkpoints stay. A state that is not finite is not saved and ends the training.
 
     Args:
         folder: folder of all checkpoints.
@@ -71,7 +71,7 @@ class Saver:
 
         Args:
             tensors: the same names on all ranks; replicated or sharded.
-            values: state that is no tensor, the same on all ranks.
+            values: state other than tensors, the same on all ranks.
             manifest: what manifest.json says, besides the files.
 
         Raises:
@@ -108,13 +108,13 @@ class Saver:
             raise self.fault
 
     def kept(self) -> str:
-        """A sentence on the checkpoint from which the next start goes on. Waits for the thread, and raises nothing."""
+        """A sentence on the checkpoint from which the next start resumes. Waits for the thread, and raises nothing."""
         if self.thread is not None:
             self.thread.join()
         step = self._newest()
         if step is None:
             return "No checkpoint is saved"
-        return f"The checkpoint of step {step} is saved, and the same command goes on from there"
+        return f"The checkpoint of step {step} is saved, and the same command resumes from there"
 
     def _newest(self) -> int | None:
         return next((checkpoint.step for checkpoint in store.listed(self.folder)), None)
@@ -297,7 +297,7 @@ class Saver:
         free = shutil.disk_usage(self.folder).free // 2**20 if self.folder.is_dir() else 0
         shutil.rmtree(store.staging(self._anchored, step), ignore_errors=True)
         fault = f"the checkpoint of step {step} could not be written with {free} MiB free: {fault}"
-        self.tell(f"warning: {fault}; training goes on, and what was saved before stays")
+        self.tell(f"warning: {fault}; training continues, and earlier checkpoints stay")
         return fault
 
 

@@ -34,8 +34,8 @@ def capture(
         `get_extra_state` returned is a copy that `nested.encode` made.
 
     Raises:
-        CheckpointError: a value cannot be saved; names it. It is no tensor, finite number, text, bool or None. What
-            `get_extra_state` returns may also be bytes, or a nested list, tuple, set or dict of such values.
+        CheckpointError: a value cannot be saved; names it. A value must be a tensor, a finite number, a text, a bool or
+            None. `get_extra_state` may also return bytes, or a nested list, tuple, set or dict of such values.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -104,7 +104,7 @@ def check_fits(
         differing += [name for name in names if own.get(name) != saved.get(name)]
     if differing:
         first = min(differing)
-        remedy = "use the task and config that the checkpoint was made with, or start anew with --fresh"
+        remedy = "use the task and config that the checkpoint was made with, or start again with --fresh"
         if (
             first in own
             and first in saved
@@ -242,7 +242,7 @@ def _same(one: object, other: object) -> bool:
         return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
     try:
         return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # arrays, of which each element is compared
+    except (RuntimeError, TypeError, ValueError):  # arrays compare element by element
         return False
 
 

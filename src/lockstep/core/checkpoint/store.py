@@ -3,8 +3,8 @@
 checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
 checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
 
-The manifest is written last: a directory without a valid manifest is no checkpoint. The metrics of an evaluation at the
-same step are added to the manifest later.
+The manifest is written last: a directory without a valid manifest is not a checkpoint. The metrics of an evaluation at
+the same step are added to the manifest later.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def commit(
     atomic.sync(staged)
     fail_at("before-rename", step)
     if final.exists():
-        remove(final)  # damaged: the run would have gone on from it otherwise
+        remove(final)  # damaged: otherwise the run would have resumed from it
     staged.rename(final)
     fail_at("after-rename", step)
     atomic.sync(folder)
@@ -180,7 +180,7 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             complaints.append(f"{name}: {'; '.join(faults)}")
         else:
             if complaints:
-                remedy = "no valid checkpoint is left; start anew with --fresh"
+                remedy = "no valid checkpoint is left; start again with --fresh"
                 raise CheckpointError("\n".join(complaints), where=str(folder), remedy=remedy)
             return None, []
     raise deleted_too_often(folder)

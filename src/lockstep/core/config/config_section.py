@@ -1,4 +1,4 @@
-"""The base of a config section, and what may be declared beside its keys."""
+"""The base class of a config section, and what may be declared next to its keys."""
 
 from __future__ import annotations
 

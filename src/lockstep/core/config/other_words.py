@@ -85,7 +85,7 @@ leave it out, the same command resumes the run: resume_from resume_from_checkpoi
 leave it out, --nproc starts the ranks: local_rank multi_gpu standalone
 leave it out, the nodes meet at --rendezvous HOST:PORT: machine_rank main_process_port master_port node_rank
 leave it out, the nodes meet at --rendezvous HOST:PORT: rdzv_backend rdzv_conf
-give FILE.yaml in place of the recipe: cfg conf config config_name config_path
+give FILE.yaml instead of the recipe: cfg conf config config_name config_path
 """
 """What we write: what others write. A word in several rows means what the command takes, the upper row first. `{}` is
 the word's value, which a key without `=` gets, too."""

@@ -1,6 +1,6 @@
 """The configuration of a run: one pydantic model per YAML section. It imports no torch.
 
-Most sections stand beside the code that uses them. Here are those of several users.
+Most sections are next to the code that uses them. This module has the sections with several users.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _folder_name(text: str) -> str:
 def _checkpoint(wanted: Any) -> Any:
     text = str(wanted)
     if text not in ("newest", "best") and not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{text!r} is no checkpoint; write newest, best or a step")
+        raise ValueError(f"{text!r} is not a checkpoint; write newest, best or a step")
     return text
 
 
@@ -47,7 +47,7 @@ def _seconds(time: Any) -> Any:
         return time
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", time.strip())
     if match is None:
-        raise ValueError(f"{time!r} is no time; write seconds, or text such as 90s, 45m, 4h or 2d")
+        raise ValueError(f"{time!r} is not a time; write seconds, or text such as 90s, 45m, 4h or 2d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
@@ -212,11 +212,11 @@ class LogConfig(Section):
     """True if entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
     where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
     memory: Literal["line", "table"] = "line"
-    """The form in which people are told of the memory of the ranks: a `line` at the end, or also a `table` by rank and
-    purpose, after the first entry and at the end. `metrics.jsonl` has all figures."""
+    """How the log shows the memory of the ranks: as a `line` at the end, or also as a `table` by rank and purpose,
+    after the first entry and at the end. `metrics.jsonl` has all figures."""
     pictures: Annotated[int, Field(ge=0)] = 8
     """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
-    the first step, if the task draws pictures. 0: no pictures, also none of confusion matrices."""
+    the first step, if the task draws images. 0: no images, also none of confusion matrices."""
 
 
 class RunConfig(Section):
@@ -289,7 +289,7 @@ def all_keys(
     """The dotted path of each key that the config may have, and whether the key determines the training.
 
     Args:
-        prefix: the path of `section`, with a dot at its end.
+        prefix: the path of `section`, followed by a dot.
         otherwise: whether keys of `section` without a marker determine the training.
     """
     for name, field in section.model_fields.items():

@@ -66,7 +66,7 @@ def _first_number(place: str, leaves: tuple[Leaf, Leaf], names: tuple[str, str])
 
 
 def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in mappings, lists, tuples and dataclasses, with its place."""
+    """The values in mappings, lists, tuples and dataclasses, with their places."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from walk(item, f"{place}[{key!r}]")

@@ -290,8 +290,8 @@ class Loader:
     def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plans`, in order.
 
-        Where a worker was killed, all workers are started again, and go on with the next micro-batch. As a sample
-        depends on nothing but its index, the epoch and the seed, nothing changes.
+        If a worker was killed, all workers are started again, and continue with the next micro-batch. As a sample
+        depends only on its index, the epoch and the seed, nothing changes.
 
         Raises:
             LockstepError: a sample cannot be read, the task failed to prepare it, or a worker was killed again and
@@ -328,7 +328,7 @@ class Loader:
                 how = worker_deaths.describe(processes, error)
                 if deaths == worker_deaths.MOST_DEATHS:
                     raise self._workers_lost(how, plans, done) from error
-                self.tell(f"warning: {how}: workers are started again, and go on with the same samples")
+                self.tell(f"warning: {how}: workers are started again, and continue with the same samples")
                 del batches  # ends the other workers
                 self.batches = self._new_batches()
                 self.order.plans = functools.partial(workers.after, plans, done)

@@ -59,15 +59,15 @@ class DataConfig(Section):
     """`label`: draw samples with replacement, each label equally often on average. For data whose labels are known; see
     lockstep --explain sampling. None: by the weights of the data set, or without weights each sample once."""
     samples_per_epoch: PositiveInt | None = None
-    """Samples that an epoch draws, where weights draw them. None: as many as the data set has."""
+    """Samples that an epoch draws, if they are drawn by weights. None: as many as the data set has."""
     cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
-    """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
+    """Images: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
     None: no cache."""
     cache_gb: Annotated[PositiveFloat, DOES_NOT_DETERMINE] = 100.0
     """Largest size of the cache in 10^9 bytes, for the training data and for the evaluation data."""
     cache_size: PositiveInt | None = None
-    """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
-    and other samples. None: pictures are kept as they are."""
+    """Shorter side in pixels to which larger images are reduced before they are kept. The cache becomes smaller, and
+    the samples change. None: images are kept as they are."""
 
     @property
     def eval_sources(self) -> dict[str, str | None]:

@@ -104,7 +104,7 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
 
 
 class Order(Protocol):
-    """The samples that an epoch draws, in place of the permutation. It may draw a sample several times."""
+    """The samples that an epoch draws, instead of the permutation. It may draw a sample several times."""
 
     length: int
     """Positions of an epoch: the number of samples that it draws."""

@@ -123,7 +123,7 @@ def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.
 
 
 class SampleSeeding:
-    """Gives every sample random numbers of its own, at little cost for samples that draw none.
+    """Gives every sample its own random numbers, at little cost for samples that draw none.
 
     A generator is seeded for each sample only after a sample was seen to draw from it. `Task.prepare` mostly draws from
     torch's generator, so this one is seeded from the start there. Before a micro-batch is read, `begin` puts the

@@ -16,7 +16,7 @@ from lockstep.core.errors import (
     short_traceback,
 )
 
-_OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and pictures are among them
+_OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and images are among them
 
 
 def error_of_sample(index: int, error: Exception, *, where: str, method: str) -> LockstepError:
@@ -47,8 +47,8 @@ def error_of_sample(index: int, error: Exception, *, where: str, method: str) ->
     return TrainingError(
         f"{method} failed for sample {index} ({where}): {text}\n{short_traceback(error)}",
         where=line,
-        remedy="repair this code. Where the sample itself is at fault, raise ValueError with the reason there: then "
-        "data.on_error=skip goes on without the sample",
+        remedy="repair this code. If the sample itself is at fault, raise ValueError with the reason there: then "
+        "data.on_error=skip continues without the sample",
     )
 
 

@@ -39,13 +39,13 @@ def _end_workers() -> None:
 def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]]:
     """Begin to iterate over `loader`, which starts its workers if they do not run yet.
 
-    torch handles SIGCHLD: where a worker is killed, its handler raises in whatever code the main thread runs, such as
-    in the middle of a step, which could not go on from there. So the handler is taken back, whichever DataLoader of
+    torch handles SIGCHLD: if a worker is killed, its handler raises in whatever code the main thread runs, such as
+    in the middle of a step, which could not continue from there. So the handler is removed, whichever DataLoader of
     this process has installed it. torch installs it once. The DataLoader then raises from `next`, at most 5 seconds
     after it has nothing else to give.
 
     Returns:
-        the iterator, and processes of which some are the workers.
+        the iterator, and processes that include the workers.
 
     Raises:
         ShortageError: shared memory has no room for the queues of workers.

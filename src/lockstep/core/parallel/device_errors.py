@@ -16,7 +16,7 @@ _SHORTAGE = re.compile(r"out of memory|ALLOC_FAILED", re.IGNORECASE)
 _HARDWARE = re.compile(r"\bECC\b|NVLink|\bXid\b|unspecified launch failure|hardware", re.IGNORECASE)
 
 _ADVICE_ASSERT = (
-    "a kernel found a wrong value, most often an index out of range: check that labels lie between 0 and the number of "
+    "a kernel found a wrong value, most often an index out of range: check that labels are between 0 and the number of "
     "classes - 1, and token ids below the size of the vocabulary. With the environment variable "
     "CUDA_LAUNCH_BLOCKING=1 the traceback names the operation; with device=cpu the error names the value"
 )

@@ -1,4 +1,4 @@
-"""When one rank fails, all ranks end and say which rank failed and why: the first failure stands in a shared store."""
+"""When one rank fails, all ranks end and say which rank failed and why: a shared store keeps the first failure."""
 
 from __future__ import annotations
 

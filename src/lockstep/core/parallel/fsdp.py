@@ -156,8 +156,8 @@ class FSDP(Single):
     @contextlib.contextmanager
     def inference(self) -> Generator[Forward, None, None]:
         self._reshard()
-        # A block that stays gathered after its first call needs no collective in further calls, of which other ranks
-        # may have less. The root always stays gathered.
+        # A block that stays gathered after its first call needs no collective in further calls. Other ranks may
+        # make fewer of them. The root always stays gathered.
         kept = self._units if self.forward.calls_vary else []
         for unit, _ in kept:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -221,7 +221,7 @@ class FSDP(Single):
 
         options = self.options
         attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
-        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are no
+        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are not
         # parameters.
         param_dtype = _DTYPES.get(options.param_dtype or "")
         reduce_dtype = _DTYPES.get(options.reduce_dtype or "", torch.float32 if param_dtype else None)
@@ -275,7 +275,7 @@ def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise UsageError(
                 f"parameters that are sharded together have several dtypes: {named}",
                 where="parallel.strategy=fsdp",
-                remedy="use one dtype, or give modules of another dtype a place of their own in parallel.shard_modules",
+                remedy="use one dtype, or list modules of a different dtype separately in parallel.shard_modules",
             )
 
 

@@ -82,7 +82,7 @@ def check_renormalised(model: nn.Module, *, ranks: int) -> None:
 def check_references(model: nn.Module, task: object) -> None:
     """Check that nothing holds a parameter of `model` but the modules that register it.
 
-    Sharding puts new parameters in place of those that `model` has now. A list of parameters, say, would keep the
+    Sharding replaces the parameters that `model` has now with new ones. A list of parameters, say, would keep the
     values of the beginning, and its gradients would be lost. Attributes of the task and of modules are followed through
     collections, objects, partial functions and closures.
 
@@ -122,8 +122,8 @@ def check_references(model: nn.Module, task: object) -> None:
 def check_shared_memory(model: nn.Module) -> None:
     """Check that no parameter of `model` shares memory with another parameter, a buffer, or a tensor in an attribute.
 
-    Sharding copies each parameter to memory of its own: what the optimizer then writes into one is not in the other.
-    One parameter with two names is another thing: it stays one.
+    Sharding copies each parameter to its own memory: what the optimizer then writes into one is not in the other.
+    One parameter with two names is different: it stays one.
 
     Raises:
         UsageError: names the tensors.

@@ -89,7 +89,7 @@ def report_failure(error: BaseException, text: str) -> None:
         )
         unfinished.rename(path)
     except OSError as fault:  # the exit code says the rest
-        tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(the launcher cannot be told of it: {fault})")
+        tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(this could not be reported to the launcher: {fault})")
 
 
 def _is_from_outside(error: BaseException) -> bool:

@@ -33,9 +33,9 @@ def own_name() -> str:
 
 
 def own_key() -> str:
-    """A text that processes of this node have in common, and no process of another node has.
+    """A text that all processes of this node share, and no process of a different node has.
 
-    Two machines may have the same host name, as containers do, but each start of a system has an id of its own.
+    Two machines may have the same host name, as containers do, but each start of a system has its own id.
     """
     with contextlib.suppress(OSError):
         return f"{own_name()} {_BOOT.read_text().strip()}"
@@ -91,7 +91,7 @@ def exchange(world: World) -> Nodes:
 
 
 class NodeGroup:
-    """The ranks of this node, one of which reads for all."""
+    """The ranks of this node; one of them reads for all."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, heartbeat: Heartbeat) -> None:
         self.ranks, self.rank, self.group, self.heartbeat = list(ranks), rank, group, heartbeat
@@ -138,9 +138,9 @@ class NodeGroup:
 
 
 def group_of(world: World) -> NodeGroup | None:
-    """The ranks that share this rank's node. None: this rank has its node alone. A collective."""
+    """The ranks that share this rank's node. None: this rank has its node to itself. A collective."""
     ranks = world.nodes.ranks_with(world.rank)
-    # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it holds
+    # A rank that waits here for a failed rank learns of the failure. Within `new_group`, it would wait while it holds
     # the interpreter's lock.
     world.all_sum([0.0])
     if len(ranks) == 1:

@@ -75,12 +75,12 @@ class Precision:
         return not overflowed
 
     def state(self) -> dict[str, float]:
-        """The loss scale and the steps for which it has held, equal on any number of ranks; empty without a scale."""
+        """The loss scale and the steps since it changed, equal on any number of ranks; empty without a scale."""
         state = {key: float(value) for key, value in self.scaler.state_dict().items()}
         return state | {"scale": self.loss_scale} if state else {}
 
     def load(self, state: dict[str, float]) -> None:
-        """Load what `state` returned. After a run without a loss scale, the scale begins anew."""
+        """Load what `state` returned. After a run without a loss scale, the scale starts from its initial value."""
         if state and self.scaler.is_enabled():
             integers = ("growth_interval", "_growth_tracker")
             state = state | {"scale": state["scale"] / self.ranks}

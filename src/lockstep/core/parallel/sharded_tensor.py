@@ -1,7 +1,7 @@
 """The part of a sharded tensor that is on this rank, and the whole tensor. All functions take plain tensors too.
 
 A sharded tensor is a DTensor whose rows (its first dimension) are spread over ranks. On a mesh, a tensor group may have
-cut it before: by rows, each of whose pieces is spread again, or by columns (its second dimension).
+split it before: by rows, and each piece is spread again, or by columns (its second dimension).
 """
 
 from __future__ import annotations

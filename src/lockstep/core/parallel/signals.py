@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a training to save and to stop. SIGHUP says that the terminal is gone."""
-STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command goes on from the newest checkpoint"
+STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command resumes from the newest checkpoint"
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
 _KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
@@ -35,7 +35,7 @@ def is_another(number: int, asked_at: float) -> bool:
 
 
 def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of `numbers` that this process does not ignore. Under nohup it ignores SIGHUP, and should go on so."""
+    """Those of `numbers` that this process does not ignore. Under nohup it ignores SIGHUP, and should continue to."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -76,7 +76,7 @@ _active: StopFlag | None = None
 
 
 def _forget() -> None:
-    """In a forked child: a signal to the child is no request to its parent."""
+    """In a forked child: a signal to the child is not a request to its parent."""
     if _active is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

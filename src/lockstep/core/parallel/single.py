@@ -39,7 +39,7 @@ class Single:
         self.device = devices.of(world.device)
         self._must_check_used = not find_unused_parameters  # the next step checks that each parameter has a gradient
         self.trainable: dict[str, nn.Parameter] = {}
-        """The parameters for which the exchange of gradients was arranged."""
+        """The parameters whose gradients are exchanged."""
         self._frozen: dict[str, nn.Parameter] = {}  # the other parameters
         self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
@@ -139,7 +139,7 @@ class Single:
         return [self.trainable[name] for name, unused in self._unused_parameters(losses).items() if unused and last]
 
     def _check_trainable(self) -> None:
-        """Check that the parameters train for which the exchange of gradients was arranged, and no others.
+        """Check that exactly the parameters whose gradients are exchanged are trained.
 
         Raises:
             TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
@@ -160,9 +160,9 @@ class Single:
         )
 
     def _changed_while_gathered(self) -> set[int]:
-        """`id` of the parameters whose `requires_grad` was changed on the tensor that stands for them in a pass.
+        """`id` of the parameters whose `requires_grad` was changed on the tensor that replaces them in a pass.
 
-        Where parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
+        If parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
         """
         return set()
 
@@ -190,7 +190,7 @@ class Single:
     def _check_kept(self) -> None:
         if names := self._replaced():
             raise TrainingError(
-                "code of the model or the loss puts new objects in the place of parameters. The optimizer does not "
+                "code of the model or the loss replaces parameters with new objects. The optimizer does not "
                 f"have these objects, so they would never be trained: {listed(names)}",
                 where="Task.model",
                 remedy="change the values of the parameter (parameter.copy_ within torch.no_grad()), or compute a "

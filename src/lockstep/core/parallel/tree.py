@@ -1,8 +1,8 @@
 """Sums, and values for or from rank 0, over many ranks in few messages, one after another.
 
-gloo passes a sum around a ring: 2 * (N - 1) messages, each of which waits for the message before. Here pairs of ranks
-exchange what they have (recursive doubling): a rank waits for log2(N) messages, and for two more where N is no power of
-two. Messages have tags: those of a background thread have another tag than those of the main thread.
+gloo passes a sum around a ring: 2 * (N - 1) messages, and each waits for the message before. Here pairs of ranks
+exchange what they have (recursive doubling): a rank waits for log2(N) messages, and for two more if N is not a power
+of two. Messages have tags: those of a background thread have a different tag from those of the main thread.
 """
 
 from __future__ import annotations

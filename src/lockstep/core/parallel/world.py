@@ -98,7 +98,7 @@ class World:
 
     @functools.cached_property
     def node_group(self) -> NodeGroup | None:
-        """The ranks of this node, one of which reads for all. None: this rank has its node alone.
+        """The ranks of this node; one of them reads for all. None: this rank has its node to itself.
 
         The first use is a collective: all ranks make it at the same place.
         """
@@ -194,7 +194,7 @@ class World:
     def in_background(self) -> World:
         """The same ranks, for a background thread: it may `gather` and `broadcast`, whatever the main thread does.
 
-        Collectives of two threads in one group take each other's messages. Messages with a tag of their own do not, so
+        Collectives of two threads in one group take each other's messages. Messages with their own tag do not, so
         that no second group, with a connection for each pair of ranks, is needed.
         """
         return replace(self, tag=2)
@@ -250,7 +250,7 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
         )
     if local_rank >= gpus:
         raise UsageError(
-            f"local rank {local_rank} needs a GPU of its own, and {gpus} GPUs are visible, numbered from 0",
+            f"local rank {local_rank} needs its own GPU, and {gpus} GPUs are visible, numbered from 0",
             where=f"LOCAL_RANK={local_rank}",
             remedy=f"start at most {gpus} ranks on a machine, or let the scheduler bind one GPU to each rank",
         )
@@ -385,7 +385,7 @@ def _check_own_rank(world: World, store: Store) -> None:
         raise UsageError(
             f"two processes are rank {world.rank}: {owner}, and {own}",
             where=f"RANK={world.rank}",
-            remedy="give each process a rank of its own, from 0 to WORLD_SIZE - 1: with torchrun, let the nodes have "
+            remedy="give each process its own rank, from 0 to WORLD_SIZE - 1: with torchrun, let the nodes have "
             "different --node-rank, or use --rdzv-endpoint",
         )
 
