@@ -138,7 +138,7 @@ def test_samples_that_draw_under_the_seed_of_the_sample_are_the_same(name):
 def test_samples_that_change_each_time_are_told():
     log = run_ranks(2, trained, "each time")[0]
     assert "step 2/2" in log
-    assert "WARNING: sample 0 of the training data is another each time it is read" in log
+    assert "WARNING: sample 0 of the training data is different each time it is read" in log
 
 
 class Point:

@@ -76,8 +76,8 @@ def choose(
         the checkpoint, and lines that say which it is and which damaged checkpoints were passed over.
 
     Raises:
-        UsageError: `wanted` is none of these, there is not a checkpoint of that step, or the best is not known.
-        CheckpointError: there is not a checkpoint, or the wanted checkpoint is damaged.
+        UsageError: `wanted` is none of these, there is no checkpoint of that step, or the best is not known.
+        CheckpointError: there is no checkpoint, or the wanted checkpoint is damaged.
     """
     text = str(wanted) if wanted is not None else (BEST if retention.best else NEWEST)
     if text not in (NEWEST, BEST) and not (text.isascii() and text.isdigit()):
