@@ -7,7 +7,7 @@ import re
 from lockstep.core.errors import UsageError
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-"""Bytes by what stands before the B, in capitals."""
+"""Bytes by the letters before the B, in capitals."""
 
 
 def bytes_of(size: int | str, where: str) -> int:

@@ -60,7 +60,7 @@ class Preset:
     def apply(self, config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         """`config` with the values of this preset.
 
-        `batch.micro` is the largest micro-batch for this machine: it is cut to the global batch. It is left out where
+        `batch.micro` is the largest micro-batch for this machine: it is reduced to the global batch. It is left out if
         the config gives `batch.per_rank`, which is a micro-batch too.
 
         Args:
@@ -98,7 +98,7 @@ class Preset:
         return [f"preset {self.name}: {line}" for line in lines]
 
     def check_fits(self, config: RunConfig, ranks: int | None, gpus: int) -> None:
-        """Check that this machine has a GPU for each rank, where the config asks for GPUs.
+        """Check that this machine has a GPU for each rank, if the config asks for GPUs.
 
         Args:
             config: with this preset.
@@ -180,7 +180,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at_most(micro_batch: Any, global_batch: int) -> Any:
-    """A size of micro-batches, or sizes by epoch, cut to the global batch. Other types are left to the validation."""
+    """A size of micro-batches, or sizes by epoch, at most the global batch. Other types are left to the validation."""
     if isinstance(micro_batch, Mapping):
         return {epoch: _at_most(size, global_batch) for epoch, size in micro_batch.items()}
     return min(micro_batch, global_batch) if type(micro_batch) is int else micro_batch

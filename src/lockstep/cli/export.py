@@ -26,7 +26,7 @@ def export(
         typer.Option("--program/--no-program", help="Write model.pt2, which torch runs without the model's code."),
     ] = True,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write weights with the adapters (task.lora) in them, not adapters alone.")
+        bool, typer.Option("--merge", help="Write weights with merged adapters (task.lora), not only the adapters.")
     ] = False,
     hub_name: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload OUT to the Hugging Face hub.")

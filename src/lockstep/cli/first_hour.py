@@ -63,7 +63,7 @@ def first_hour(
 ) -> None:
     """Try out a new machine with ten commands, and write a page. Exit code 3: one failed.
 
-    Steps that need a GPU are skipped where there is none.
+    Steps that need a GPU are skipped if there is none.
     """
     with reporting(debug):
         from lockstep.core import devices

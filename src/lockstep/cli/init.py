@@ -30,7 +30,7 @@ class Library(enum.StrEnum):
 
 
 def skeleton(file: Path) -> str:
-    """The text of a first task that would stand in `file`."""
+    """The text of a first task, to be written to `file`."""
     return resources.files(_PAGES).joinpath(_SKELETON).read_text(encoding="utf-8").replace("FILE.py", str(file))
 
 
@@ -51,7 +51,7 @@ def init(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write a first task, or show how to come from another library."""
+    """Write a first task, or show how to switch from another library."""
     with reporting(debug):
         if file is None and library is None:
             raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")

@@ -111,7 +111,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
     task = trainer.task()
     to_terminal = out is None and this_process.ranks() == 1 and sys.stdout.isatty()
     streams = to_terminal and task_checks.presenter(task).stream(inputs)
-    # Where the predictions themselves go to the terminal, they show the progress.
+    # If the predictions themselves go to the terminal, they show the progress.
     has_bar = is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())
     with contextlib.ExitStack() as stack:
         # Other ranks pass no predictions on.

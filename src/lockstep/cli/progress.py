@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """Counts what is done. It shows nothing where `progress` is None."""
+    """Counts what is done. It shows nothing if `progress` is None."""
 
     def __init__(self, progress: Progress | None, what: str) -> None:
         self.progress, self.what = progress, what

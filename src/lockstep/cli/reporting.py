@@ -32,7 +32,7 @@ def tell_first(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write a last line to stderr. Where it cannot be written (the terminal was closed), the exit code stays."""
+    """Write a last line to stderr. If it cannot be written (the terminal was closed), the exit code stays."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

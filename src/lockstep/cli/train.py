@@ -121,7 +121,7 @@ def train(
 
 
 def _fit(trainer: Trainer) -> None:
-    """Train. A single rank without launcher begins again by itself where memory does not suffice."""
+    """Train. A single rank without launcher begins again by itself if memory does not suffice."""
     while True:
         try:
             trainer.fit()

@@ -104,7 +104,7 @@ def read_run(
 
 
 def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
-    """`config` with another value of an option of its task.
+    """`config` with a different value of an option of its task.
 
     Args:
         where: the place of the value, for errors.
@@ -151,7 +151,7 @@ def parse(
     Args:
         where: the source of `values`, for errors.
         needs_task: whether a missing task is an error.
-        sources: the source of single keys by dotted path, where it is not `where`.
+        sources: the source of single keys by dotted path, if it is not `where`.
 
     Raises:
         UsageError: something is wrong. The error names all faults at once.
@@ -261,7 +261,7 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
 def _suggest(raw: dict[str, Any]) -> None:
     """Fill in the values that suit the task.
 
-    A section with another `name` (of optimizer or schedule) stays as it is.
+    A section with a different `name` (of optimizer or schedule) stays as it is.
     """
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None

@@ -13,7 +13,7 @@ class TaskOptions(Section):
     """Base of the options of a task.
 
     A subclass is declared by name: a shipped one in `recipes.registry`, another in the entry point group
-    `lockstep.tasks`. Unknown keys and values of another type are errors.
+    `lockstep.tasks`. Unknown keys and values of a different type are errors.
     """
 
     task: ClassVar[str]
@@ -53,7 +53,7 @@ class TableOptions(TaskOptions):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
     quoting: Literal["minimal", "none"] | None = None
-    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters.
+    """Quoting of a CSV file. `minimal`: a field may be in double quotes. `none`: quotes are letters.
 
     None: `none` for .tsv, `minimal` for .csv.
     """

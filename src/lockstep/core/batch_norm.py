@@ -1,4 +1,4 @@
-"""BatchNorm: whether a model depends on how its batches are cut, and micro-batches that BatchNorm cannot normalise."""
+"""BatchNorm: whether a model depends on how batches are split, and micro-batches that BatchNorm cannot normalise."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def by_batch(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
-    """A note for the log, where the trained model depends on how BatchNorm's batches are cut.
+    """A note for the log, if the trained model depends on how BatchNorm's batches are split.
 
     BatchNorm's batch is a micro-batch. The batch of SyncBatchNorm is a micro-batch of every rank: it is the global
-    batch, where no rank has more than one micro-batch in a step.
+    batch, if no rank has more than one micro-batch in a step.
 
     Args:
         forward: in training mode.
@@ -70,13 +70,13 @@ def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
     remedy = "Frozen statistics and GroupNorm do not depend on the batch"
     if alone:
         return [
-            f"note: {_modules(alone)} each micro-batch by its own statistics: with another batch.micro or number of "
-            f"ranks, another model is trained. SyncBatchNorm normalises over ranks. {remedy}"
+            f"note: {_modules(alone)} each micro-batch with its own statistics: a different batch.micro or number of "
+            f"ranks trains a different model. SyncBatchNorm normalises over ranks. {remedy}"
         ]
     if norms and parts > 1:
         return [
-            f"note: {_modules(norms)} each of the {parts} parts of a step by its own statistics: with another "
-            f"batch.micro or number of ranks, another model is trained. {remedy}"
+            f"note: {_modules(norms)} each of the {parts} parts of a step with its own statistics: a different "
+            f"batch.micro or number of ranks trains a different model. {remedy}"
         ]
     return []
 
@@ -110,10 +110,10 @@ def check_smallest_micro_batch(
 ) -> None:
     """Before the first step, check that BatchNorm can normalise the smallest micro-batch of the plan.
 
-    It can, where that micro-batch has two samples or more. A single sample is tried, because it may have many values.
+    It can, if that micro-batch has two samples or more. A single sample is tried, because it may have many values.
 
     Args:
-        forward: a `Forward`, in training mode, from `Strategy.inference`. Where it is sharded, all ranks call this.
+        forward: a `Forward`, in training mode, from `Strategy.inference`. If it is sharded, all ranks call this.
         read: returns the batch of one sample, by the sample's index.
 
     Raises:

@@ -27,7 +27,7 @@ class Changes:
     """What a pass has changed, with what was there before."""
 
     places: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    """Dicts in which another object took a place, the name there, and the object before."""
+    """Dicts in which an object was replaced, its name there, and the object before."""
     values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors that were written in place, and copies of their values before."""
     memory: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -63,7 +63,7 @@ class Run:
     fingerprint: dict[str, Any]
     """Number of samples of the training data, and a digest; see `core.data.fingerprint`."""
     results: dict[str, float]
-    """Results of the evaluation at `first_step`, where the checkpoint has them; else empty."""
+    """Results of the evaluation at `first_step`, if the checkpoint has them; else empty."""
     saved_parts: Mapping[str, Any]
     """The record of the training's Parts in the checkpoint. Empty without a checkpoint."""
     form: Form
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def plan(self) -> StepPlan:
-        """The cut of global batches into micro-batches, as it is now."""
+        """The split of global batches into micro-batches, as it is now."""
         return self.batches.plan
 
     @property
@@ -122,7 +122,7 @@ class Beginning:
         return []
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> list[str]:
-        """Load a state of the optimizer, and a loss scale, where there are such. Returns lines for the log."""
+        """Load a state of the optimizer and a loss scale, if there are any. Returns lines for the log."""
         return []
 
 

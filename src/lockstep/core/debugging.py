@@ -83,7 +83,7 @@ def is_in_debugger(thread: int) -> bool:
 
 
 def explanation(error: BaseException) -> LockstepError | None:
-    """The error to raise instead of `error`, where it ended a debugger; None for all other errors."""
+    """The error to raise instead of `error`, if it ended a debugger; None for all other errors."""
     if type(error).__name__ != "BdbQuit":
         return None
     where = this_process.named() or None

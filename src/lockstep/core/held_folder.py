@@ -1,4 +1,4 @@
-"""A folder that is held open, so that a run notices when another folder takes its place."""
+"""A folder that is held open, so that a run notices when a different folder takes its place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeldFolder:
             self._handle = None
 
     def anchored(self, path: Path) -> Path:
-        """A path to the same file below the held folder, even if another folder takes its place in between.
+        """A path to the same file below the held folder, even if a different folder takes its place in between.
 
         It is `path` itself if the system has no paths by descriptor.
         """
@@ -77,7 +77,7 @@ class HeldFolder:
         )
 
     def _place(self) -> str | None:
-        """Where the held folder is now. None: it was deleted, or the system does not tell."""
+        """Where the held folder is now. None: it was deleted, or the system does not report it."""
         assert self._handle is not None
         with contextlib.suppress(OSError):
             place = os.readlink(f"/proc/self/fd/{self._handle}")

@@ -130,7 +130,7 @@ class JoinedParts:
     # ---- events
 
     def start(self) -> None:
-        """Before the first step of this start. Where a Part needs gradients, the optimizer calls `before_update`."""
+        """Before the first step of this start. If a Part needs gradients, the optimizer calls `before_update`."""
         if not self.has_started:
             self.has_started = True
             self.call("start")
@@ -172,12 +172,12 @@ class JoinedParts:
             yield
 
     def set_last_step(self, step: int) -> None:
-        """Tell the Parts that the training ends at another step."""
+        """Inform the Parts that the training ends at a different step."""
         for training in self._trainings.values():
             training.last_step = step
 
     def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
-        """The value that a method of a Part returns. None where the Part has failed."""
+        """The value that a method of a Part returns. None if the Part has failed."""
         if name in self.left_out:
             return None
         part, model = self._all[name], self.state.strategy.unwrapped.model
@@ -210,7 +210,7 @@ class JoinedParts:
             what = f"the Part {name} failed in {method}: {type(error).__name__}: {error}"
             where = f"step {self.state.step}, rank {self.state.world.rank}, {line}"
             if part.required:
-                remedy = "correct the Part; or, where the training can do without it, give it required = False"
+                remedy = "correct the Part; or, if the training can do without it, give it required = False"
                 raise TrainingError(what, where=where, remedy=remedy) from error
             self.left_out.add(name)
             text = f"warning: {where}: {what}; the training continues without this Part"
@@ -256,7 +256,7 @@ class JoinedParts:
     # ---- states
 
     def saved(self) -> dict[str, Any]:
-        """The record of the Parts in a checkpoint, as JSON: equal on all ranks. Empty where there are no Parts.
+        """The record of the Parts in a checkpoint, as JSON: equal on all ranks. Empty if there are no Parts.
 
         Raises:
             TrainingError: a state cannot be saved, or the ranks have different states.
@@ -276,7 +276,7 @@ class JoinedParts:
                 remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
                 what = f"the state cannot be saved: {error}"
                 raise TrainingError(what, where=f"{name}.state_dict", remedy=remedy) from error
-        if self._stateful():  # on all ranks alike, also where a Part has failed
+        if self._stateful():  # on all ranks alike, also if a Part has failed
             states = self._alike(states)
         return {"states": states, "ended": self.ended}
 

@@ -34,7 +34,7 @@ class Times(NamedTuple):
     waits: list[float]
     """By rank: waiting for data."""
     alone: list[float]
-    """By rank: computing before gradients were exchanged. 0 where this is unknown."""
+    """By rank: computing before gradients were exchanged. 0 if this is unknown."""
     total: float
     """The sum over ranks of all seconds of these steps."""
 
@@ -183,8 +183,8 @@ class LogWindow:
         """Close an epoch and begin a new epoch. All ranks call it after the same step, if `sums_epochs`.
 
         Returns:
-            `loss`, and `loss/<head>` where there are several heads: means over the units of all steps since the last
-            call, on all ranks. Then the metrics of the same steps. Empty where there was no unit.
+            `loss`, and `loss/<head>` if there are several heads: means over the units of all steps since the last
+            call, on all ranks. Then the metrics of the same steps. Empty if there was no unit.
         """
         self._add_to_epoch()
         sums, units = self.epoch_sums, self.epoch_units

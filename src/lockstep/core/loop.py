@@ -195,7 +195,7 @@ class _Loop:
         return True
 
     def evaluate_late(self) -> None:
-        """Evaluate before the first step, where the run was stopped between a step and its evaluation."""
+        """Evaluate before the first step, if the run was stopped between a step and its evaluation."""
         step, intervals = self.state.step, self.intervals
         has_ended = self.stopping.time_is_up(0.0) or self.parts.ended  # then it is evaluated, too
         end = step if has_ended else self.stop
@@ -264,7 +264,7 @@ class _Loop:
             self.log.entry_of_parts()
 
     def save_unsaved(self) -> None:
-        """Save the state, where it was not saved after the last step."""
+        """Save the state if it was not saved after the last step."""
         if self.saved_at < self.state.step:
             self.log.window.check_finite()
             self.save({})
@@ -283,7 +283,7 @@ class _Loop:
         self.saved_at, self.saved_s = self.state.step, self.consensus.elapsed_s
 
     def evaluate(self, due: _Due) -> None:
-        """Evaluate after a step. Where its results end the training, also do what else follows a last step."""
+        """Evaluate after a step. If its results end the training, also do what else follows a last step."""
         with self.log.window.excluded():
             results = self._evaluated(is_saved=due.save)
         self.has_evaluated = True
@@ -308,7 +308,7 @@ class _Loop:
         return _Due(log=True, save=True, evaluate=evaluates)
 
     def _evaluated(self, *, is_saved: bool) -> dict[str, float]:
-        """Evaluate, and write an entry of the results. Where the evaluation fails, the error says what is saved."""
+        """Evaluate, and write an entry of the results. If the evaluation fails, the error says what is saved."""
         state, heartbeat = self.state, self.state.world.heartbeat
         phase, begun = heartbeat.phase, time.perf_counter()
         heartbeat.enter(Phase.EVALUATING)
@@ -357,7 +357,7 @@ def set_training_mode(strategy: Strategy) -> list[str]:
     """Put a model into training mode.
 
     Returns:
-        a note, where a part of the model was in evaluation mode although the whole was in training mode.
+        a note, if a part of the model was in evaluation mode although the whole model was in training mode.
     """
     modes = {name: module for name, module in strategy.unwrapped.model.named_modules() if not module.training}
     strategy.forward.train()

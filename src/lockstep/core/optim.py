@@ -106,7 +106,7 @@ def build_optimizer(
 
     Args:
         scale: factor on all learning rates.
-        fuses_adam: Adam and AdamW use their fused kernel, where it can update all parameters and the config leaves the
+        fuses_adam: Adam and AdamW use their fused kernel, if it can update all parameters and the config leaves the
             choice.
         blocks: names of the model's repeated blocks, in the model's order; for `optim.layer_decay`.
         make: `Task.optimizer`. It may make the optimizer of the groups, instead of the config.

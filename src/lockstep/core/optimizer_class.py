@@ -24,7 +24,7 @@ _REFUSED = {
 }
 """Classes of torch.optim, and why they cannot train."""
 # Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
-# another model.
+# a different model.
 NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
 _NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 _UPDATE = 2**32  # a word of seeds that no rank is
@@ -192,7 +192,7 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def like(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], given: Mapping[str, Any]
 ) -> torch.optim.Optimizer | None:
-    """An optimizer of the same class. None where a class that is not torch's takes other arguments than its options."""
+    """An optimizer of the same class. None if a class that is not torch's takes other arguments than its options."""
     make: Any = type(optimizer)
     try:
         made: torch.optim.Optimizer = make(parameters, **given)

@@ -38,7 +38,7 @@ class Training:
     ranks: int
     """Number of processes."""
     is_sharded: bool
-    """True if each rank has another part of the parameters and gradients, as with FSDP. Otherwise all have the same."""
+    """True if each rank has its own shard of parameters and gradients, as with FSDP. Otherwise all have the same."""
     last_step: int
     """The step at which the training ends, unless something ends it earlier."""
     steps_per_epoch: int
@@ -87,7 +87,7 @@ class Training:
     def request_stop(self, reason: str) -> None:
         """End the training early, on all ranks after the same step. One rank that asks is enough.
 
-        What happens after a last step then happens: the state is saved, and evaluated where the training has
+        What happens after a last step then happens: the state is saved, and evaluated if the training has
         evaluations. The same command does not train on, unless the Part is left out.
 
         In `log_entry` and `after_evaluation` the step of the event is the last: a decision there is the same however
@@ -144,7 +144,7 @@ class Part:
     more on the rank where it failed. Such a Part cannot communicate (`gather`, `all_sum`)."""
 
     def start(self, training: Training) -> None:
-        """Before the first step of this start, after the state was loaded. Not where the run is complete already."""
+        """Before the first step of this start, after the state was loaded. Not if the run is complete already."""
 
     def before_step(self, training: Training) -> None:
         """A step is about to begin: its samples are there. All that follows the step before is done, such as a save."""
@@ -152,7 +152,7 @@ class Part:
     def before_update(self, training: Training) -> None:
         """The gradients of a step are complete, and the optimizer has not used them; see `Training.gradients`.
 
-        They may be changed in place, on all ranks alike. The event is left out where an update is: where fp16
+        They may be changed in place, on all ranks alike. The event is left out if an update is: if fp16
         overflowed, or the global batch has no unit. It must not communicate on a part of the ranks.
         """
 
@@ -180,7 +180,7 @@ class Part:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` returned, on every rank, also of a training on another number of ranks."""
+        """Take what `state_dict` returned, on every rank, also of a training on a different number of ranks."""
 
 
 def label(part: Part) -> str:

@@ -193,7 +193,7 @@ NAMED_PREFIX = "lockstep_named_"
 
 
 def named(name: str, *, key: str) -> Any:
-    """The object that a key of the config names. None where the module has no such object.
+    """The object that a key of the config names. None if the module has no such object.
 
     Args:
         name: FILE.py:NAME or package.module:NAME.

@@ -48,7 +48,7 @@ class Presenter:
         )
 
     def stream(self, arguments: Sequence[str]) -> bool:
-        """Called before `inputs` where the prediction goes to a terminal, on a single process.
+        """Called before `inputs` if the prediction goes to a terminal, on a single process.
 
         Returns:
             whether the prediction will be written to stdout while it is computed, so that nothing else is to be
@@ -133,7 +133,7 @@ class Presenter:
             output: of the whole batch, as the metrics get it, on the device of the batch.
 
         Returns:
-            (samples,), floating-point numbers. None: nobody can tell. This is the default.
+            (samples,), floating-point numbers. None, the default: not known.
         """
         return None
 
@@ -190,7 +190,7 @@ class Presenter:
         return ()
 
     def epoch_header(self, epoch: int) -> str:
-        """The words of the log on the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
+        """The words of the log on the task when an epoch begins, such as `image size 160`. An empty text adds nothing.
 
         Args:
             epoch: counted from 0, as `Task.prepare` gets it.

@@ -80,7 +80,7 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     if checkpoint.metrics:
         stopping.add(state.step, checkpoint.metrics)
         state.schedule.add(state.step, checkpoint.metrics)
-    if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
+    if state.step > state.skipped:  # the rate of the last update, which is logged if no other update follows
         set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
     return messages
 
@@ -134,7 +134,7 @@ def _check_schedule(
     A warm-up that is a share of the length stays as long as it was when the run began.
 
     Returns:
-        a warning, where the lengths differ and `allow_change` allows it.
+        a warning, if the lengths differ and `allow_change` allows it.
 
     Raises:
         UsageError: on the config's curve, the updates so far would have had other learning rates.
@@ -177,13 +177,13 @@ def _passes(run: Run) -> list[int]:
 
 
 def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
-    """Compare the number of forward passes in a step with that of a checkpoint, where the passes move parameters.
+    """Compare the number of forward passes in a step with that of a checkpoint, if the passes move parameters.
 
     Returns:
-        a warning, where the numbers differ and `allow_change` allows it.
+        a warning, if the numbers differ and `allow_change` allows it.
 
     Raises:
-        UsageError: the numbers differ: another model would be trained.
+        UsageError: the numbers differ: a different model would be trained.
     """
     then, now = manifest.get("passes"), _passes(run)
     run.moves_in_passes = manifest.get("moves_in_passes", [])
@@ -277,7 +277,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
 
 
 def _check_code(manifest: Mapping[str, Any], optimizer: torch.optim.Optimizer, allow_change: Sequence[str]) -> None:
-    """Raises UsageError where the class of an optimizer has another source than when the checkpoint was saved."""
+    """Raises UsageError if the class of an optimizer has a different source than when the checkpoint was saved."""
     then, now = manifest.get("optimizer_code", {}), optimizer_class.code_of(optimizer)
     changed = [name for name in then.keys() & now.keys() if then[name] != now[name]]
     if changed and not any(key.partition(".")[0] == "optim" for key in allow_change):
@@ -296,7 +296,7 @@ def _kind_of_optimizer(config: RunConfig, optimizer: torch.optim.Optimizer) -> l
 
 
 def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World) -> None:
-    """Load a checkpoint's weights: their moving average, where the run kept an average. All ranks call it."""
+    """Load a checkpoint's weights: their moving average, if the run kept an average. All ranks call it."""
     node = world.node_group
     store.read_contents(checkpoint, node)
     checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)

@@ -141,7 +141,7 @@ class Schedule(ScheduleConfig):
         return all(self(update) == other(update) for update in range(max(0, updates - 2), updates))
 
     def with_warmup_of(self, other: Schedule) -> Schedule:
-        """This schedule with the warm-up of `other`, of another length, where both have the same share of warm-up."""
+        """This schedule with the warm-up of `other`, of a different length, if both have the same share of warm-up."""
         if self.warmup_share is None or self.warmup_share != other.warmup_share or self.warmup == other.warmup:
             return self
         return self.model_copy(update={"kept_warmup": other.warmup})

@@ -32,7 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def explanation(error: BaseException) -> ShortageError | None:
-    """The error to raise instead of `error`, where the system said what it lacks; None for all other errors."""
+    """The error to raise instead of `error`, if the system said what it lacks; None for all other errors."""
     if isinstance(error, LockstepError):
         return None
     text = str(error)
@@ -60,7 +60,7 @@ def explained() -> Iterator[None]:
 
 
 def allow_open_files(ranks: int) -> None:
-    """Raise this process's limit of open files, where the system allows more: each rank has a connection to each other.
+    """Raise this process's limit of open files, if the system allows more: each rank has a connection to each other.
 
     Rank 0 has two to each, because it also holds the store.
 
@@ -110,7 +110,7 @@ ROOM_FOR_BATCHES = (
     "make it larger (docker run --shm-size=8g; lockstep launch kubernetes --shm 8Gi; mount -o remount,size=8G "
     "/dev/shm), or lower data.workers; data.workers=0 needs none"
 )
-"""The remedy where /dev/shm is too small."""
+"""The remedy if /dev/shm is too small."""
 
 
 def of_temporary_files(error: OSError) -> ShortageError:

@@ -62,7 +62,7 @@ class Metrics:
 
     metrics: MetricCollection | Metric | Mapping[str, Metric | MetricCollection]
     """torchmetrics objects on the CPU. Lockstep moves them to the device. They see every evaluation sample once. Copies
-    of them see every training sample once in each window of the log, where `Task.loss` returns outputs."""
+    of them see every training sample once in each window of the log, if `Task.loss` returns outputs."""
     update: MetricsUpdate = update_from_pair
     """Called with (metrics, output of `predict`, batch) for each batch. `metrics` is always a MetricCollection."""
 
@@ -75,7 +75,7 @@ class Task(abc.ABC):
 
     A checkpoint holds the `state_dict` of the model, and nothing of the task. What training changes, and later steps
     depend on, belongs into parameters, buffers (`register_buffer`) or `get_extra_state` of the model. No method changes
-    its argument in place where that is a sample of the data set: `prepare` and `collate` change copies.
+    its argument in place if that is a sample of the data set: `prepare` and `collate` change copies.
     """
 
     coefficients: Mapping[str, float] = MappingProxyType({})
@@ -155,20 +155,20 @@ class Task(abc.ABC):
     def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
         """The number of units that the loss of this batch sums over (valid labels, tokens, pixels, boxes).
 
-        It is computed from the labels alone. A task with several heads returns a dict with a number for each head.
+        It is computed only from the labels. A task with several heads returns a dict with a number for each head.
         None, the default, means that the unit is the sample.
         """
         return None
 
     weight.default = weight  # type: ignore[attr-defined]
 
-    # ---- how the model is cut
+    # ---- how the model is split
 
     def tensor_plan(self) -> Mapping[str, str] | None:
         """How `parallel.tensor` cuts the layers of the model over ranks: by pattern over names of modules, `colwise` or
         `rowwise`, such as `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`.
         lockstep --explain mesh has all styles.
-        A wrong plan trains another model without an error: run `lockstep verify` first.
+        A wrong plan trains a different model without an error: run `lockstep verify` first.
 
         None, the default: the plan that a model of transformers brings along.
         """
@@ -181,7 +181,7 @@ class Task(abc.ABC):
 
         Args:
             groups: all parameters of the model, in the groups of `optim.groups`: each a dict with `params`, `name` and,
-                where the config sets them, `lr` and `weight_decay`. The optimizer gets all of them, in these groups or
+                if the config sets them, `lr` and `weight_decay`. The optimizer gets all of them, in these groups or
                 in others.
 
         The schedule multiplies the learning rates. `step` takes no closure. A checkpoint holds the optimizer's `state`

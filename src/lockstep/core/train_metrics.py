@@ -49,7 +49,7 @@ class TrainMetrics:
 
     @property
     def wants_output(self) -> bool:
-        """False where an output would be kept for nothing: there are no metrics for it, or they have failed."""
+        """False if an output would be kept for nothing: there are no metrics for it, or they have failed."""
         return not self.problem and not self._has_ended and (self.live is not None or not self._is_made)
 
     def add(self, output: Any, batch: Any) -> None:

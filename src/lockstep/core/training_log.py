@@ -77,7 +77,7 @@ class TrainingLog:
 
 
 def _idle_warning(results: Sequence[StepResult]) -> list[str]:
-    """A warning where no update of a window was applied."""
+    """A warning if no update of a window was applied."""
     if not results or any(result.applied for result in results):
         return []
     overflowed = sum(any(result.totals.values()) for result in results)

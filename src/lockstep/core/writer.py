@@ -131,7 +131,7 @@ class Writer:
         """Take the model, in evaluation mode, with the arguments of an example call. Called once, in a new run."""
 
     def artifacts(self, paths: Sequence[Path]) -> None:
-        """Take files and folders of the run directory, after the last step, where `log.artifacts` is set."""
+        """Take files and folders of the run directory after the last step, if `log.artifacts` is set."""
 
     def close(self) -> None:
         """Release files and connections. Called once, at the end of the training, also when it failed."""

@@ -104,7 +104,7 @@ class Assembled:
         """Train to the end, each step by the update of the run.
 
         Returns:
-            the last logged value of each name. Empty where the run was complete already.
+            the last logged value of each name. Empty if the run was complete already.
         """
         return driven(self.steps(), lambda asked: asked.made_by(self.run.update, self.run.state))
 
@@ -332,7 +332,7 @@ def set_up(setup: Setup, task: Task, world: World, *, trained: bool) -> None:
     """Set up the task: rank 0 writes the files that the task keeps with the run, then the other ranks read them."""
 
     def write() -> None:
-        if not trained:  # an earlier start without a checkpoint may have had another config
+        if not trained:  # an earlier start without a checkpoint may have had a different config
             with contextlib.suppress(OSError):
                 atomic.remove(setup.kept)
         task.setup(setup.kept, trained)

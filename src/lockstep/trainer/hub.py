@@ -66,7 +66,7 @@ def check(name: str | None, kind: str, *, private: bool, optimizer: bool) -> Non
 
 
 def push(folder: Path, name: str, *, private: bool) -> str:
-    """Upload an export as one commit. The repository is made where there is none.
+    """Upload an export as one commit. The repository is made if there is none.
 
     Returns:
         the address of the repository.

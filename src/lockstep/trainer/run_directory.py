@@ -192,7 +192,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
             remedy="bring the file back, or give --fresh to delete the checkpoints",
         )
     recorded = config_file.read_run(folder)
-    if config.batch.per_rank:  # another number of ranks keeps the global batch of the first launch
+    if config.batch.per_rank:  # a different number of ranks keeps the global batch of the first launch
         batch = recorded.batch.model_copy(update={"micro": config.batch.per_rank})
         resolved = resolved.model_copy(update={"batch": batch})
     old, new = _as_json(training_keys(recorded)), _as_json(training_keys(resolved))
@@ -236,7 +236,7 @@ def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
 
 
 def is_verified(folder: Path, config: RunConfig) -> bool:
-    """True if `verify.json` in `folder` tells of a training with the training keys of `config`."""
+    """True if `verify.json` in `folder` describes a training with the training keys of `config`."""
     try:
         verified = config_file.parse(json.loads((folder / "verify.json").read_text())["config"], needs_task=False)
     except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it

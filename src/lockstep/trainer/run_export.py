@@ -55,7 +55,7 @@ def write_program_of(task: Task, presenter: Presenter, state: Mapping[str, Any],
 
 
 def weights_of(task: Task, presenter: Presenter, model: nn.Module, state: Mapping[str, Any]) -> tuple[str, Any]:
-    """The file of weights and its tensors: those of the presenter; by default adapters of peft alone, or merged.
+    """The file of weights and its tensors: those of the presenter; by default only adapters of peft, or merged.
 
     Args:
         state: see `write_program_of`.

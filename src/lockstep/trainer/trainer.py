@@ -53,12 +53,12 @@ class Trainer:
     Args:
         config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
             FILE.py:Task.
-        run_dir: the folder into which everything is written. None: `runs/<name>`, where a config without a name has
+        run_dir: the folder into which everything is written. None: `runs/<name>`, if a config without a name has
             the name of the script.
         fresh: delete the run that the folder holds, and start again. Otherwise that run is resumed.
         allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
         checkpoint: the checkpoint that `evaluate`, `predict`, `describe` and `export` use: `newest`, `best` or a step.
-            None: the best where the config has `checkpoint.keep_best`, else the newest.
+            None: the best if the config has `checkpoint.keep_best`, else the newest.
         quiet: print nothing.
         profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
 
@@ -272,7 +272,7 @@ class Trainer:
     def replaying(self, step: int, task: Task | None = None) -> Iterator[tuple[Run, Callable[[], Run | None]]]:
         """The run as it was at the nearest checkpoint before a step, to make its steps again: `watch.replay.steps`.
 
-        All ranks call it, also on another number of ranks than that of the run. Nothing is written.
+        All ranks call it, also on a different number of ranks than that of the run. Nothing is written.
 
         Args:
             step: the first step of a training is 1.
@@ -292,8 +292,8 @@ class Trainer:
         """Loss and metrics of the run's checkpoint on the task's evaluation data.
 
         Returns:
-            results by name, as `core.evaluate.evaluate` gives them. Where `data.eval` names several sets of data,
-            their names stand in front: `clean/loss`.
+            results by name, as `core.evaluate.evaluate` gives them. If `data.eval` names several sets of data,
+            each name begins with that of its set: `clean/loss`.
         """
         with self._using(task) as used:
             return used.evaluate()
@@ -380,7 +380,7 @@ class Trainer:
                 are written.
 
         Raises:
-            UsageError: also where a file cannot be written.
+            UsageError: also if a file cannot be written.
         """
         with self._using(task) as used:
             used.predict_rows(

@@ -36,7 +36,7 @@ def as_torch(
 
     Args:
         model, optimizer: of the run. Only names, order and settings of their parameters are read.
-        of_task: `Task.schedule`, where the task has this method.
+        of_task: `Task.schedule`, if the task has this method.
 
     Returns:
         - model: the weights with which the training continues; `model.load_state_dict` takes it
@@ -131,7 +131,7 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool = False) -> Pat
         with atomic.staged_file(path) as staging:
             torch.save(dict(content), staging)
         atomic.sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a stream cannot be written
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a stream cannot be written
         remedy = "free disk space, repair permissions, or give another place"
         raise CheckpointError(f"cannot be written: {error}", where=str(path), remedy=remedy) from error
     return path

@@ -32,7 +32,7 @@ class State(dict[str, Any]):
         super().__setitem__(name, value)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """The value of a name, which is `default` where there is none."""
+        """The value of a name, which is `default` if there is none."""
         if name not in self:
             self[name] = default
         return self[name]

@@ -1,4 +1,4 @@
-"""The update of a run, where its task wants another than the usual: a loss over the global batch, or players."""
+"""The update of a run whose task needs a special one: a loss over the global batch, or players."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class _Gathered(NamedTuple):
 
     values: list[Tensor]
     """Tensors of shape (samples of the global batch, ...), detached. Samples are in the order of their indices, or of
-    their positions in the epoch where an order draws them."""
+    their positions in the epoch if an order draws them."""
     form: TreeSpec
     """How `Task.embed` nests the tensors."""
     gradients: dict[str, list[Tensor | None]]

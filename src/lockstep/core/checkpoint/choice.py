@@ -30,7 +30,7 @@ def read(
     """Choose a checkpoint as `choose` does, and load it. If it is deleted meanwhile, choose and load again.
 
     Args:
-        load: loads a checkpoint. All ranks call it, perhaps several times. Where it has collectives, they must end on
+        load: loads a checkpoint. All ranks call it, perhaps several times. If it has collectives, they must end on
             all of their ranks if a file is gone.
         chosen: what `choose` returned, if it was called already.
 
@@ -69,7 +69,7 @@ def choose(
     Args:
         folder: of the checkpoints.
         retention: says by which metric the best is chosen.
-        wanted: `newest`, `best`, or a step. None: the best where the run keeps its best checkpoint, else the newest.
+        wanted: `newest`, `best`, or a step. None: the best if the run keeps its best checkpoint, else the newest.
         where: the flag or the key that says what is wanted, for errors.
 
     Returns:

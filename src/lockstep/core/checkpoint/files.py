@@ -192,7 +192,7 @@ def read(
 
     Args:
         wanted: by tensor name the rows to read. None: all tensors.
-        node: the ranks of this node, where there are several. Of what several of them want, one rank reads the bytes
+        node: the ranks of this node, if there are several. Of what several of them want, one rank reads the bytes
             for all. All of them read at the same time, and to the end.
 
     Raises:
@@ -254,7 +254,7 @@ class _Files(contextlib.ExitStack):
         """Open the files that this rank reads, before ranks wait for each other. Opened files outlive their deletion.
 
         Raises:
-            CheckpointError: on all ranks of the node, where one of them cannot open a file.
+            CheckpointError: on all ranks of the node, if one of them cannot open a file.
         """
         fault: tuple[str, str] | None = None
         for name in sorted(names):
@@ -282,7 +282,7 @@ class _Files(contextlib.ExitStack):
             raise CheckpointError("is shorter than it was", where=str(self.folder / part["file"]))
 
     def load(self, name: str, part: FilePart, content: memoryview | None) -> Tensor:
-        """A part of the tensor `name`, from the bytes `content`, or where this is None from its file."""
+        """A part of the tensor `name`, from the bytes `content`, or from its file if this is None."""
         try:
             if content is None:
                 place = _Part(self.open(part["file"]), part["offset"], part["length"])

@@ -1,4 +1,4 @@
-"""The form of a model's state: its names, shapes and dtypes. A checkpoint can be loaded where its form fits."""
+"""The form of a model's state: its names, shapes and dtypes. A checkpoint can be loaded if its form fits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a newly built model's state, and what may have another form in a checkpoint."""
+    """The form of a newly built model's state, and what may have a different form in a checkpoint."""
 
     kinds: dict[str, Kind]
     buffers: frozenset[str]
@@ -120,7 +120,7 @@ def load(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     try:
         model.load_state_dict(state)
-    except LockstepError:  # of a module that finds that a checkpoint is of another model
+    except LockstepError:  # of a module that finds that a checkpoint is of a different model
         raise
     except Exception as error:
         raise TrainingError(
@@ -152,7 +152,7 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
         raise TrainingError(
             f"state_dict leaves out {listed(lost, _SHOWN)}: a checkpoint would not hold all that a resumed run needs",
             where="Task.model",
-            remedy="leave state_dict as torch has it; what is frozen may be left out where neither train.init_from nor "
+            remedy="leave state_dict as torch has it; what is frozen may be left out if neither train.init_from nor "
             "train.unfreeze is set. `lockstep export` writes what you need of the weights",
         )
     with torch.no_grad():

@@ -37,7 +37,7 @@ class Saver:
         tell: shows a message to the user. Called on rank 0, from any thread.
         in_background: `save` returns as soon as the state is in host memory.
         allowed: tensors that need not be finite, see `finite.at_start`.
-        held: the run directory. When another folder takes its place, nothing is saved or deleted there, and the
+        held: the run directory. When a different folder takes its place, nothing is saved or deleted there, and the
             training ends. None: it is not checked.
     """
 
@@ -75,8 +75,8 @@ class Saver:
             manifest: what manifest.json says, besides the files.
 
         Raises:
-            TrainingError: on all ranks, if this or the previous state is not finite, or the run directory is another
-                folder now.
+            TrainingError: on all ranks, if this or the previous state is not finite, or the run directory is now a
+                different folder.
         """
         begun = time.perf_counter()
         self.wait()
@@ -226,7 +226,7 @@ class Saver:
             self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")
 
     def _lost(self, shares: list[dict[str, Any]]) -> TrainingError | None:
-        """The error if the run directory of a rank is another folder now. This rank looks again, after the writes."""
+        """The error if a rank's run directory is a different folder now. This rank checks again after the writes."""
         lost: TrainingError | None = next((share["lost"] for share in shares if "lost" in share), None)
         try:
             self.check_place()

@@ -19,7 +19,7 @@ _NOTHING = torch.empty(0)
 REMEDY_FOR_GLOBAL = (
     "keep such a value in a group, as self.param_groups[0]['count']: checkpoints hold what changes there"
 )
-"""The remedy where an optimizer keeps state that belongs to no parameter."""
+"""The remedy if an optimizer keeps state that belongs to no parameter."""
 
 
 def capture(
@@ -88,10 +88,10 @@ def check_fits(
         values: what the checkpoint holds besides tensors.
 
     Returns:
-        a note on each buffer that has another shape in the checkpoint; `restore` gives it that shape.
+        a note on each buffer that has a different shape in the checkpoint; `restore` gives it that shape.
 
     Raises:
-        CheckpointError: the checkpoint is of another model; says how many tensors differ, and how the first does.
+        CheckpointError: the checkpoint is of a different model; says how many tensors differ, and how the first does.
     """
     saved = {name: (*entry["shape"], entry["dtype"]) for name, entry in index.items()}
     of_model = _without_prefix("model.", saved | dict.fromkeys(values or ()))
@@ -171,7 +171,7 @@ def restore(
         plain: values that are not tensors.
         optimizer, averages: left as they are if None.
         device: of the rank. Tensors in values of `get_extra_state` that were on an accelerator come to it. None: the
-            device of the parameters, which is another where they are kept in host memory.
+            device of the parameters, which differs if they are kept in host memory.
 
     Raises:
         CheckpointError: the optimizer's state is of a parameter that the model does not have.

@@ -143,7 +143,7 @@ def is_gone(path: Path, world: World) -> bool:
 
 
 def deleted_too_often(folder: Path) -> CheckpointError:
-    """The error where each checkpoint that was chosen was deleted before it was read."""
+    """The error if each checkpoint that was chosen was deleted before it was read."""
     return CheckpointError(
         f"each of {ATTEMPTS} checkpoints was deleted while it was read: the run saves and deletes them too quickly",
         where=str(folder),
@@ -154,7 +154,7 @@ def deleted_too_often(folder: Path) -> CheckpointError:
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is not damaged, the same on every rank. Each rank checks a part of the files.
 
-    The checkpoints are listed again where one is deleted while it is checked.
+    The checkpoints are listed again if one is deleted while it is checked.
 
     Returns:
         the checkpoint, or None if there is none; and messages on damaged checkpoints that were passed over.
@@ -190,7 +190,7 @@ def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
     """Read the index of a checkpoint once for all ranks of this node. With many ranks it is large.
 
     Args:
-        node: the ranks of this node, where there are several. They all call this.
+        node: the ranks of this node, if there are several. They all call this.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -202,7 +202,7 @@ def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
     def read(buffer: memoryview) -> None:
         try:
             buffer[:] = (checkpoint.path / INDEX).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: it has another length
+        except (OSError, ValueError) as error:  # ValueError: it has a different length
             raise CheckpointError(f"{INDEX} cannot be read: {error}", where=str(checkpoint.path)) from error
 
     content = json.loads(bytes(node.pass_on(size, read)))

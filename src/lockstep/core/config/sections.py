@@ -106,7 +106,7 @@ class TrainConfig(Section):
     """Weights to begin with: a safetensors file, a folder with such a file, a file of torch.save, or the directory of a
     run. A file of torch.save may have a state of the optimizer, which is taken too."""
     init_checkpoint: Annotated[str, BeforeValidator(_checkpoint)] | None = None
-    """The checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
+    """The checkpoint of the run that `init_from` names: newest, best or a step. None: the best if that run keeps
     its best checkpoint, else the newest."""
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
@@ -121,7 +121,7 @@ class TrainConfig(Section):
 
     @property
     def known_epochs(self) -> int | None:
-        """Length in epochs, where it does not depend on the data."""
+        """Length in epochs, if it does not depend on the data."""
         return None if self.steps or self.min_steps else self.epochs or 1
 
 
@@ -185,7 +185,7 @@ class ComputeConfig(Section):
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """True if compiled code runs as CUDA graphs, where there is CUDA."""
+        """True if compiled code runs as CUDA graphs, if there is CUDA."""
         return self.compile_mode in ("reduce-overhead", "max-autotune")
 
 
@@ -210,7 +210,7 @@ class LogConfig(Section):
     """True if entries say how many floating-point operations are computed in a second."""
     train_metrics: bool = True
     """True if entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
-    where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
+    if `Task.loss` returns outputs with its losses. They are those of the trained batches, with augmentation."""
     memory: Literal["line", "table"] = "line"
     """How the log shows the memory of the ranks: as a `line` at the end, or also as a `table` by rank and purpose,
     after the first entry and at the end. `metrics.jsonl` has all figures."""
@@ -245,7 +245,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of initial weights, of the order of samples, and of all random numbers of samples and forward passes."""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], DOES_NOT_DETERMINE] = "auto"
-    """auto: a GPU of CUDA for each rank where there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
+    """auto: a GPU of CUDA for each rank if there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
     task: dict[str, Any] = Field(default_factory=dict)
     """`kind`, and the options of this kind of task or the constructor's arguments of a user's class."""
     data: DataConfig = DataConfig()
@@ -265,7 +265,7 @@ class RunConfig(Section):
 def training_keys(config: RunConfig) -> dict[str, Any]:
     """The keys that determine the training, by dotted path, with their values.
 
-    Another value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
+    A different value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
     """
     keys = {f"{key}." for key, counts in all_keys() if counts}
     return {

@@ -27,7 +27,7 @@ class Leaf(NamedTuple):
 
 
 def record(sample: Any) -> list[Leaf]:
-    """The first leaves of a sample. Objects of unknown kinds stand there with their type alone."""
+    """The first leaves of a sample. Objects of unknown kinds are represented only by their type."""
     found: list[Leaf] = []
     for place, value in walk(sample):
         if len(found) == _LEAVES:

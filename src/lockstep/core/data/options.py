@@ -76,7 +76,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _size_of_a_cache(self) -> DataConfig:
-        # Otherwise another value of `cache`, which is free to change, would change the samples.
+        # Otherwise a different value of `cache`, which is free to change, would change the samples.
         if self.cache_size is not None and self.cache is None:
             raise ValueError("cache_size needs cache: decoded")
         return self

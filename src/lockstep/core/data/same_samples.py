@@ -31,7 +31,7 @@ def check(
         where: what makes the data.
 
     Returns:
-        a warning, where a sample changes each time it is read, and else nothing.
+        a warning, if a sample changes each time it is read, and else nothing.
 
     Raises:
         UsageError: ranks have different samples. Names them, the ranks and the first difference.

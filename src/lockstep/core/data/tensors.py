@@ -104,7 +104,7 @@ def moved(value: Any, device: torch.device, *, non_blocking: bool = False) -> An
 
     Args:
         value: an object with `moves_itself(value)`.
-        non_blocking: passed on where its method takes it.
+        non_blocking: passed on if its method takes it.
     """
     clone = copy.copy(value)  # its method may change the object
     if non_blocking:

@@ -1,4 +1,4 @@
-"""Loader workers that were killed: how torch's DataLoader tells, and by which signal."""
+"""Loader workers that were killed: how torch's DataLoader reports it, and by which signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDY = (
     "lower data.workers if the memory of the machine is short (the system log has a line of the out-of-memory killer); "
     "else a sample crashes the code that reads it: data.workers=0 shows where"
 )
-# What torch says where a worker has ended. The thread that pins memory fails on data of a process that is gone.
+# What torch says if a worker has ended. The thread that pins memory fails on data of a process that is gone.
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly")
 _workers: list[BaseProcess] = []
 
@@ -69,7 +69,7 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
 
 
 def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
-    """All that a short DataLoader gives. Where a worker was killed, another DataLoader begins from the start.
+    """All that a short DataLoader gives. If a worker was killed, a new DataLoader begins from the start.
 
     Args:
         make: makes the DataLoader.
@@ -92,7 +92,7 @@ def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
 
 
 def killed_again(how: str, where: str) -> DataError:
-    """The error where workers were killed `MOST_DEATHS` times in a row.
+    """The error if workers were killed `MOST_DEATHS` times in a row.
 
     Args:
         how: see `describe`.

@@ -62,7 +62,7 @@ class Device:
         return None
 
     def select(self) -> None:
-        """Make it the current device of this process, where a kind has several devices."""
+        """Make it the current device of this process, if a kind has several devices."""
 
     def near_cpus(self, binding: str) -> contextlib.AbstractContextManager[None]:
         """Inside, this process and those that it starts run only on the CPUs near the device, if it is near to some.
@@ -71,7 +71,7 @@ class Device:
             binding: which CPUs: `node`, `socket`, `exclusive` or `core-complex`, as in `torchrun --numa-binding`.
 
         Raises:
-            UsageError: the system does not tell which CPUs these are, or does not allow them.
+            UsageError: the system does not report which CPUs these are, or does not allow them.
         """
         return contextlib.nullcontext()
 
@@ -90,7 +90,7 @@ class Device:
         return [ProfilerActivity.CPU]
 
     def note(self) -> str | None:
-        """The first line of the log of a training on it; None where there is nothing to say."""
+        """The first line of the log of a training on it; None if there is nothing to say."""
         return None
 
     # ---- random numbers
@@ -154,7 +154,7 @@ class Device:
         return None
 
     def allocated(self) -> int:
-        """Bytes held now. Where the system does not tell, the most bytes held so far."""
+        """Bytes held now. If the system does not report it, the most bytes held so far."""
         return host_memory.resident()
 
     def peak(self) -> int:
@@ -162,7 +162,7 @@ class Device:
         return host_memory.peak()
 
     def reset_peak(self) -> None:
-        """Begin a new peak, where the system can. Otherwise `peak` only grows."""
+        """Begin a new peak, if the system can. Otherwise `peak` only grows."""
         host_memory.reset_peak()
 
     def reserved_peak(self) -> int:
@@ -201,7 +201,7 @@ class Device:
     def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
         """Inside, allocations are recorded, and written to `file` when the memory does not suffice for the first time.
 
-        It does nothing where torch does not count the memory of the device.
+        It does nothing if torch does not count the memory of the device.
         """
         return contextlib.nullcontext()
 

@@ -83,7 +83,7 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
     Args:
         module: without the wrapper of a strategy, which keeps its own numbers. If it is sharded, its parameters are
             not gathered.
-        kind: a name for passes that are made again and again, such as evaluations. Where the first of them leaves all
+        kind: a name for passes that are made again and again, such as evaluations. If the first of them leaves all
             parameters as they were, the others are made without a copy, which costs time and memory of the host.
     """
     known, has_ended = _unchanged.setdefault(module, set()), False

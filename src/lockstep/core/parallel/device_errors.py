@@ -61,7 +61,7 @@ _lost: list[str] = []
 
 
 def note(error: BaseException) -> None:
-    """Remember where `error` says that this process cannot use its GPU any more."""
+    """Remember if `error` says that this process can no longer use its GPU."""
     if is_fatal(error):
         _lost.append(str(error))
 

@@ -63,7 +63,7 @@ class FSDP(Single):
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
         self._mark_waits(forward)
-        if self._waits is not None:  # a hook would cut compiled code into pieces
+        if self._waits is not None:  # a hook would break compiled code into pieces
             self._writes = GatheredWrites(forward, self._modules)
         self._note_trainable()
 
@@ -73,7 +73,7 @@ class FSDP(Single):
         A slow rank makes the others wait there, so that the passes of all ranks take equally long.
         """
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in forward.modules()):
-            self._waits = None  # a hook would cut the compiled code into pieces
+            self._waits = None  # a hook would break the compiled code into pieces
             return
         if self.world.size == 1:
             return
@@ -205,7 +205,7 @@ class FSDP(Single):
         return find_ends(model, blocks)
 
     def _mesh(self) -> Any:
-        """The device mesh: a dimension `shard`, after a dimension `replicate` where `shard_ranks` is less than the
+        """The device mesh: a dimension `shard`, after a dimension `replicate` if `shard_ranks` is less than the
         world."""
         ranks = self.world.size
         size = shard_size(ranks, self.options.shard_ranks)
@@ -250,7 +250,7 @@ def _root(forward: Any) -> nn.Module:
 
 
 def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise where FSDP cannot shard a parameter, with its name, or cannot be used with CUDA graphs."""
+    """Raise if FSDP cannot shard a parameter, with its name, or cannot be used with CUDA graphs."""
     of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
     if forward.uses_graphs:
         raise UsageError(

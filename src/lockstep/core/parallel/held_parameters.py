@@ -60,7 +60,7 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
 
 
 def check_renormalised(model: nn.Module, *, ranks: int) -> None:
-    """Check that no forward pass shortens rows of an embedding (`max_norm`), where each rank has other samples.
+    """Check that no forward pass shortens rows of an embedding (`max_norm`), if each rank has different samples.
 
     Each rank would shorten the rows that its own samples look up: replicas differ, and shards lose the change.
 

@@ -20,7 +20,7 @@ _MESSAGE_BYTES = 1 << 25  # of a parameter, sent at a time
 def build_on_meta(make: Callable[[], nn.Module], world: World) -> tuple[nn.Module, dict[str, Tensor], list[str]]:
     """A model on the meta device, and on rank 0 the values that `make` gave it there.
 
-    Other ranks call `make` under `torch.device("meta")`, so they hold no copy. Where that does not work (a model that
+    Other ranks call `make` under `torch.device("meta")`, so they hold no copy. If that does not work (a model that
     computes with its weights while it is made), every rank makes the model in full and drops the values.
 
     Returns:

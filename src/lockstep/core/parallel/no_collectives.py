@@ -1,4 +1,4 @@
-"""Refuses collectives where ranks do not run the same code, such as in `Task.model`."""
+"""Refuses collectives if ranks do not run the same code, such as in `Task.model`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LIBRARIES = (str(Path(torch.__file__).parent), *lockstep_folders())
 
 @contextlib.contextmanager
 def no_collectives() -> Iterator[None]:
-    """Inside, a collective through a process group is an error, also where DTensor makes it.
+    """Inside, a collective through a process group is an error, also if DTensor makes it.
 
-    Where a model is sharded, only rank 0 makes it with values, and the other ranks make it on the meta device: rank 0
+    If a model is sharded, only rank 0 makes it with values, and the other ranks make it on the meta device: rank 0
     would wait for ever. (A `TorchDispatchMode` would see functional collectives too, but loads torch's compiler, which
     takes a second.)
     """

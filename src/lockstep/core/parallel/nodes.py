@@ -114,7 +114,7 @@ class NodeGroup:
             read: fills a buffer of `size` bytes. It is called on one rank.
 
         Raises:
-            LockstepError: on all ranks of the node, where `read` raises it.
+            LockstepError: on all ranks of the node, if `read` raises it.
         """
         buffer = torch.empty(size, dtype=torch.uint8)
         view = memoryview(buffer.numpy().data)

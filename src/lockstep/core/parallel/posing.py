@@ -1,4 +1,4 @@
-"""A rank that poses as another, to see whether a task's own code does something else by rank."""
+"""A rank that poses as another rank, to see whether a task's own code behaves differently by rank."""
 
 from __future__ import annotations
 

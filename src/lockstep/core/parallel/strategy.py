@@ -28,7 +28,7 @@ _TUPLES = (
 class CallsVary(Protocol):
     """A module of a model that calls its blocks as often as its batch wants, in training too.
 
-    Where a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
+    If a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
     The module calls it with its number of calls, and makes the calls that it lacks with zeros.
     """
 
@@ -49,7 +49,7 @@ class KeptOutput:
     output: Any = None
 
     def take(self) -> Any:
-        """The output of the last call, if it was to be kept. None: `loss` returned the losses alone."""
+        """The output of the last call, if it was to be kept. None: `loss` returned only the losses."""
         output, self.output, self.is_wanted = self.output, None, False
         return output
 
@@ -246,7 +246,7 @@ class Strategy(Protocol):
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
-    """The losses and the output that `Task.loss` returned. The output is None if it returned the losses alone."""
+    """The losses and the output that `Task.loss` returned. The output is None if it returned only the losses."""
     return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 

@@ -1,4 +1,4 @@
-"""Private functions of torch and of Python, in one place. A test calls each, and fails where it changes."""
+"""Private functions of torch and of Python, in one place. A test calls each, and fails if it changes."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def gathered(own: Tensor, rank: int, size: int, tag: int) -> list[Tensor] | None
     """The bytes of all ranks, in rank order, on rank 0; None elsewhere.
 
     Args:
-        own: uint8, of one dimension. Each rank may have another number of bytes.
-        tag: a number from 1 on, another for each thread. Sums have 0.
+        own: uint8, of one dimension. Each rank may have a different number of bytes.
+        tag: a number from 1 on, different for each thread. Sums have 0.
     """
     if rank:
         dist.send(torch.tensor([len(own)], device="cpu"), 0, tag=tag)

@@ -74,7 +74,7 @@ class World:
     tensor: int = 1
     """So many neighbouring ranks, a tensor group, hold the layers of one model together, and get the same samples."""
     strategy: Callable[[World, Any], Any] | None = None
-    """Makes the strategy from world and options, where ranks form a mesh; see `lockstep.mesh`. None: the options do."""
+    """Makes the strategy from world and options, if ranks form a mesh; see `lockstep.mesh`. None: the options do."""
 
     @property
     def data_rank(self) -> int:
@@ -162,7 +162,7 @@ class World:
         """The value that `call` returns on rank 0, on every rank.
 
         Raises:
-            LockstepError: on every rank, where `call` raises it on rank 0.
+            LockstepError: on every rank, if `call` raises it on rank 0.
         """
         outcome: Any = None
         if self.rank == 0:
@@ -201,7 +201,7 @@ class World:
 
 
 class _HostPickler(pickle.Pickler):
-    """Writes tensors as tensors on the CPU. A tensor on a GPU would arrive on the same GPU, which has another owner."""
+    """Writes tensors as tensors on the CPU. A tensor on a GPU would arrive on that GPU, which is another rank's."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
@@ -217,9 +217,9 @@ def _packed(value: Any) -> torch.Tensor:
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
-    """The device of a local rank: `auto` takes CUDA where there is a GPU, and mps for a single rank on a Mac.
+    """The device of a local rank: `auto` takes CUDA if there is a GPU, and mps for a single rank on a Mac.
 
-    Where a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
+    If a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
     alone (srun --gpus-per-task=1). `join_world` checks that no other rank has the same GPU.
 
     Args:
@@ -280,14 +280,14 @@ Watch = Callable[[World, Store | None], Any]
 def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | None = None) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
-    Where this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
+    If this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
     `FailureBoard`.
 
     Args:
         device: auto, cpu, cuda or mps.
-        timeout_s: how long a rank waits for other ranks where nobody watches for hangs, in seconds.
+        timeout_s: how long a rank waits for other ranks if nobody watches for hangs, in seconds.
         watch: begins to watch for hangs, and gives an object with a method `close`. It gets the world, and a store that
-            all ranks reach (None where there is one rank), before the process group is made. `close` is called when the
+            all ranks reach (None if there is one rank), before the process group is made. `close` is called when the
             group is gone.
     """
     rank, size = this_process.rank(), this_process.ranks()
@@ -349,7 +349,7 @@ def _leave() -> None:
 def _leave_after(error: BaseException, rank: int) -> None:
     """Leave the process groups after a failure, without waiting for collectives, which may never end.
 
-    A rank that has failed may be missing in them. Even giving them up takes for ever where a driver hangs. So the
+    A rank that has failed may be missing in them. Even giving them up takes forever if a driver hangs. So the
     failure is reported first, and this process ends if the groups are not gone after `_ABORT_S`.
     """
     if dist.is_initialized():
@@ -391,7 +391,7 @@ def _check_own_rank(world: World, store: Store) -> None:
 
 
 def _check_own_device(world: World, store: Store) -> None:
-    """Check that no other rank computes on this rank's device, where a device takes one rank.
+    """Check that no other rank computes on this rank's device, if a device takes one rank.
 
     A rank that sees a single GPU cannot know whether the other ranks of its machine see another GPU, or the same. Two
     parts of a divided GPU (MIG) may have the same identity, but not the same environment.
