@@ -278,7 +278,7 @@ def test_a_part_with_a_state_that_fails_on_one_rank_is_not_saved_and_nobody_wait
         (
             "fails",
             part_cases.Stateful(rank=1),
-            "the Part has failed, or its state cannot be saved, on rank 1; its state is not saved any more",
+            "the Part has failed, or its state cannot be saved, on rank 1; its state is no longer saved",
         ),
         ("differs", part_cases.Stateful(rank=9, differs=True), "has another state than rank 0 on rank 1"),
     ):

@@ -30,7 +30,7 @@ def locked(
         tell: gets the name of the other process before the wait begins.
 
     Yields:
-        False if the file system knows no locks: then nobody is kept out.
+        False if the file system knows no locks: then no process is kept out.
 
     Raises:
         LockedError: another process still holds the lock after `wait_s`.

@@ -72,7 +72,7 @@ def first_hour(
         has_gpu = devices.gpus() > 0
         count = local_ranks.ranks_of(nproc or ("auto" if has_gpu else "2"))
         if shlex.quote(str(out)) != str(out) or (out.is_dir() and any(out.iterdir())):
-            what = "has files already, or a name that a shell reads in another way"
+            what = "has files already, or a name that a shell reads differently"
             raise UsageError(what, where=str(out), remedy="choose another folder with --run-dir")
         out.mkdir(parents=True, exist_ok=True)
         file, results = out / "first_hour.md", list[Result]()

@@ -22,7 +22,7 @@ class Bar:
             self.task = self.progress.add_task(self.what, total=total)
 
     def advance(self, count: int = 1) -> None:
-        """Count so many more."""
+        """Add this many to the count."""
         if self.progress is not None:
             self.progress.advance(self.task, count)
 

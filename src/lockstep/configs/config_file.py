@@ -110,7 +110,7 @@ def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> Run
         where: the place of the value, for errors.
 
     Raises:
-        UsageError: this kind of task has no such option, or not such a value. (A user's own class says so when it is
+        UsageError: this kind of task does not have this option or value. (A user's own class says so when it is
             made.)
     """
     task, problems = _check_task(config.task | {key: value}, lambda _: where, epochs=None)

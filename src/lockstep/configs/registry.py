@@ -1,4 +1,4 @@
-"""Names of tasks and recipes, which distributions declare as entry points: Lockstep's own and anybody's.
+"""Names of tasks and recipes, which distributions declare as entry points: Lockstep's own and any others.
 
 Importing this module and looking up options loads no torch.
 """

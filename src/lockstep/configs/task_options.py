@@ -33,7 +33,7 @@ class TaskOptions(Section):
         return {}
 
     def for_epochs(self, epochs: int | None) -> Self:
-        """These options for a training of so many epochs. None: the length is not known, or nothing is trained.
+        """These options for a training of this many epochs. None: the length is not known, or nothing is trained.
 
         Raises:
             ValueError: an option needs the number of epochs. The text begins with its key and a colon.
@@ -41,7 +41,7 @@ class TaskOptions(Section):
         return self
 
     def never_reached(self, epochs: int) -> dict[str, str]:
-        """The options that are never reached in so many epochs, and are needed: a sentence and a remedy by key."""
+        """The options that are needed, but never reached in this many epochs: a sentence and a remedy by key."""
         return {}
 
 

@@ -31,7 +31,7 @@ class Inside(Training):
     writes: Mapping[str, str] = field(default_factory=dict)
     """By name of a user's Part that has written weights on this rank: the first of them, and the event."""
     left: set[str] = field(default_factory=set)
-    """Events at which this Part needs not be called any more. It may add some."""
+    """Events at which this Part no longer needs to be called. It may add some."""
 
 
 class BuiltInPart(Part):

@@ -69,7 +69,7 @@ def before_breakpoint(function: Callable[[], object]) -> None:
 
 
 def _nothing(*arguments: object, **options: object) -> None:
-    """The breakpoint of a rank that nobody debugs."""
+    """The breakpoint of a rank that is not debugged."""
 
 
 def is_in_debugger(thread: int) -> bool:

@@ -84,7 +84,7 @@ class MemoryShortage(TrainingError):
 
 
 class DeviceError(LockstepError):
-    """A GPU reported an error. The process in which it did so cannot use the GPU any more."""
+    """A GPU reported an error. The process that got the error can no longer use the GPU."""
 
     from_outside = True
     retryable = True  # `core.parallel.device_errors` sets it to False if the same step would fail again

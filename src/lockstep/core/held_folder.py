@@ -59,9 +59,9 @@ class HeldFolder:
         except FileNotFoundError:
             found = None
         except OSError as error:
-            raise self._error(f"cannot be read any more: {error.strerror}") from error
+            raise self._error(f"can no longer be read: {error.strerror}") from error
         if found is None:
-            raise self._error("is not there any more")
+            raise self._error("no longer exists")
         if not os.path.samestat(held, found):
             raise self._error("is another folder now")
 

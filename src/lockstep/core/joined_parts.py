@@ -272,7 +272,7 @@ class JoinedParts:
                 states[name] = nested.encode(value)
             except nested.NotSavedError as error:
                 if not self.by_name[name].required:
-                    continue  # `_alike` says so
+                    continue  # `_alike` reports it
                 remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
                 what = f"the state cannot be saved: {error}"
                 raise TrainingError(what, where=f"{name}.state_dict", remedy=remedy) from error
@@ -308,7 +308,7 @@ class JoinedParts:
                     if found[rank] is None
                     else "has another state than rank 0"
                 )
-                self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is not saved any more")
+                self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is no longer saved")
         return {name: value for name, value in states.items() if name not in self.unsaved}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:

@@ -105,7 +105,7 @@ class LogWindow:
             self.saving_s += passed if saving else 0.0
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds since the window began: waiting for data, computing before gradients were exchanged, and in all.
+        """Seconds since the window began: waiting for data, computing before gradients were exchanged, and in total.
 
         Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
         queued is not done, and while the host waits for data, the device may still compute.
@@ -256,7 +256,7 @@ class LogWindow:
 
 
 def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-    """Of some steps: the loss sums of this rank's micro-batches by head, and the units of all ranks by head."""
+    """Sums over some steps: the losses of this rank's micro-batches by head, and the units of all ranks by head."""
     sums: dict[str, list[Tensor]] = {}
     units: dict[str, float] = {}
     for result in results:

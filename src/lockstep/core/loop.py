@@ -106,7 +106,7 @@ def steps(
     It is a generator: it yields each step that is to be made, and is sent the result.
 
     A due checkpoint is saved before the evaluation of the same step: an evaluation that fails loses nothing. The state
-    is also saved before the first evaluation of this process, because nobody has seen that evaluation succeed.
+    is also saved before the first evaluation of this process, because that evaluation may fail.
 
     Args:
         batches: this rank's micro-batches, step by step.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import MetricsUpdate
 
 State = tuple[int, dict[str, Any]]
-"""Of a metric: the number of its updates, and its state by name."""
+"""For one metric: the number of its updates, and its state by name."""
 _MERGE_AGAIN = ("sum", "mean", "max", "min")  # reductions of torchmetrics that take their own result, too
 
 

@@ -30,7 +30,7 @@ class Group(Section):
     """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it; a tied
     parameter by any of its names."""
     ndim: PositiveInt | None = None
-    """Only parameters with so many dimensions: 2 for matrices. None: any."""
+    """Only parameters with this number of dimensions: 2 for matrices. None: any."""
     lr: PositiveFloat | None = None
     """None: `optim.lr`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None

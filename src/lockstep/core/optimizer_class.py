@@ -227,7 +227,7 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(what, where="optim.name", remedy=remedy)
     if parts is None or not torch.equal(whole, parts):
         what = (
-            f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix in another way than "
+            f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix differently than "
             "the whole"
         )
         raise UsageError(what, where="optim.name", remedy=remedy)

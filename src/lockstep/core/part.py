@@ -1,7 +1,7 @@
 """`Part`: what a user adds to a training, such as a message, a logged figure, or a rule to stop.
 
 A Part is called at events between the steps, and once within a step, when the gradients are complete. None runs between
-micro-batches. This module imports no torch, and knows neither the loop nor files.
+micro-batches. This module imports no torch, and depends neither on the loop nor on files.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Training:
 
         Raises:
             RuntimeError: the Part has `required = False`. It is left out on a rank on which it failed, and the other
-                ranks would wait for this rank for ever.
+                ranks would wait for this rank forever.
         """
         if self._gather is None:
             raise RuntimeError("a Part with required=False may not communicate: give it required=True")

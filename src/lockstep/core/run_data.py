@@ -127,7 +127,7 @@ def evaluation_data(
 
     Args:
         micro_batch: samples of a micro-batch, see `memory_shortage.fitting`.
-        limit: at most so many samples, spread evenly. None: all samples.
+        limit: at most this many samples, spread evenly. None: all samples.
         name: of the set, if there are several.
 
     Raises:

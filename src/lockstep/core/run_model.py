@@ -30,7 +30,7 @@ class SpreadModel(NamedTuple):
     """A model on this rank, and what is known of it."""
 
     strategy: Strategy
-    """The way in which the model is spread over ranks. It holds the model, and the module that runs it."""
+    """How the model is spread over ranks. It holds the model, and the module that runs it."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None

@@ -23,7 +23,7 @@ _FILES_TEXT, _FULL_TEXT, _TORCH_SHARED = os.strerror(errno.EMFILE), os.strerror(
 
 
 class ShortageError(LockstepError):
-    """A machine has too little of something that every training needs. A new start would end in the same way."""
+    """A machine has too little of something that every training needs. A new start would fail in the same way."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -65,7 +65,7 @@ def allow_open_files(ranks: int) -> None:
     Rank 0 has two to each, because it also holds the store.
 
     Raises:
-        ShortageError: the system allows too few for so many ranks.
+        ShortageError: the system allows too few for this many ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(needed := 2 * ranks + _OTHER_FILES, _MANY_FILES)

@@ -47,7 +47,7 @@ class TrainState:
     """The state of a training on this rank: everything that a step reads or changes."""
 
     strategy: Strategy
-    """The way in which the model is spread over ranks. It holds the module that the step calls."""
+    """How the model is spread over ranks. It holds the module that the step calls."""
     world: World
     """The ranks that train."""
     optimizer: torch.optim.Optimizer
@@ -147,7 +147,7 @@ class StepResult:
 
 
 class Update(Protocol):
-    """The way in which a run consumes its global batches: `train_step`, or one of `updates/`."""
+    """How a run consumes its global batches: `train_step`, or one of `updates/`."""
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False

@@ -52,7 +52,7 @@ def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> No
             f"update(output of predict, batch[1]) failed: {type(error).__name__}: {error}",
             where="Task.metrics",
             remedy="return lockstep.Metrics(metrics, update) from Task.metrics, where update(metrics, output, batch) "
-            "feeds the metrics in another way; or change what predict returns",
+            "feeds the metrics differently; or change what predict returns",
         ) from error
 
 

@@ -93,7 +93,7 @@ class Assembled:
     """A training on this rank that is ready to begin, with all that joins it."""
 
     setup: Setup
-    """With the config as the run directory has it."""
+    """The setup with the config from the run directory."""
     run: Run
     parts: joined_parts.JoinedParts
     viewers: list[Viewer]

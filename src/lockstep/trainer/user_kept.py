@@ -38,7 +38,7 @@ class State(dict[str, Any]):
         return self[name]
 
     def update(self, *others: Any, **more: Any) -> None:
-        """Put in all values of other dicts."""
+        """Add all values of other dicts."""
         for name, value in dict(*others, **more).items():
             self[name] = value
 

@@ -1,4 +1,4 @@
-"""The task of a `Loop`: the user's model, optimizer and data, as the engine wants them."""
+"""The task of a `Loop`: the user's model, optimizer and data, as the engine needs them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Player:
     match: str | Sequence[str]
     """Patterns of names of parameters, with `*` and `?`. A tied parameter goes by all its names."""
     every: int = 1
-    """It updates at every so many-th step."""
+    """It updates once in this many steps."""
     updates: int = 1
     """Updates in such a step, all with the same global batch."""
 
@@ -171,7 +171,7 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     by_name = dict(model.named_parameters(remove_duplicate=False))
     followers = [_follow(by_name, follower) for follower in task.followers]
     if followers:
-        state.strategy.wrap(state.strategy.unwrapped)  # they do not train any more
+        state.strategy.wrap(state.strategy.unwrapped)  # they no longer train
     trainable = {name: names for name, names in names_of_parameters(model).items() if by_name[name].requires_grad}
     owned = _owned(players, trainable)
     every = [by_name[name] for names in owned.values() for name in names]

@@ -32,7 +32,7 @@ def kinds(state: Mapping[str, Any]) -> dict[str, Kind]:
 
 
 def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Of each buffer that is saved, by its name: the module that has it, and its name there. Also buffers of None."""
+    """For each saved buffer, by name: the module that has it, and its name there. Buffers may be None."""
     return {
         f"{prefix}.{key}" if prefix else key: (module, key)
         for prefix, module in model.named_modules(remove_duplicate=False)

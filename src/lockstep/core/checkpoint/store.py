@@ -1,4 +1,4 @@
-"""The folder of checkpoints: commits, lists, checks and deletes them. A checkpoint is there whole or not at all.
+"""The folder of checkpoints: commits, lists, checks and deletes them. A checkpoint exists completely or not at all.
 
 checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
 checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
@@ -138,7 +138,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_gone(path: Path, world: World) -> bool:
-    """True on all ranks if one of them does not see a checkpoint any more. All ranks call it."""
+    """True on all ranks if one of them no longer sees a checkpoint. All ranks call it."""
     return bool(world.all_max(int(not is_there(path))))
 
 

@@ -373,7 +373,7 @@ class Loader:
 
 @dataclass
 class Extra:
-    """Micro-batches that somebody wants besides those of a step. The workers read them after these."""
+    """Micro-batches that are wanted besides those of a step. The workers read them after these."""
 
     plans: Callable[[int], Sequence[MicroBatchPlan]] = lambda step: ()
     """Those of a step: the same at each call."""

@@ -37,7 +37,7 @@ class DataConfig(Section):
     """Source of the evaluation data; or several sources by name, such as `{clean: a.csv, noisy: b.csv}`. With names,
     the results are `eval/clean/accuracy` and so on."""
     eval_limit: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
-    """Evaluate at most so many samples of each set, spread evenly over it: the same samples each time. The results then
+    """Evaluate at most this many samples per set, spread evenly over it: the same samples each time. The results then
     also have `eval/of_samples`, the size of the set. None: all samples."""
     fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
     """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make

@@ -327,7 +327,7 @@ class EvaluationPlan:
     """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
     shuffled, so that ranks get about the same work."""
     limit: int | None = None
-    """Evaluate at most so many samples, spread evenly over the data set: the same samples each time. None: all."""
+    """Evaluate at most this many samples, spread evenly over the data set: the same samples each time. None: all."""
 
     @property
     def count(self) -> int:

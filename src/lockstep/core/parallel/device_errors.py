@@ -53,7 +53,7 @@ def is_of_another_rank(text: str) -> bool:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """True if `error` or a cause of it says that this process cannot use its GPU any more."""
+    """True if `error` or a cause of it says that this process can no longer use its GPU."""
     return _fatal_cause(error) is not None
 
 
@@ -67,7 +67,7 @@ def note(error: BaseException) -> None:
 
 
 def has_lost_device() -> bool:
-    """True if an error that was noted says that this process cannot use its GPU any more."""
+    """True if an error that was noted says that this process can no longer use its GPU."""
     return bool(_lost)
 
 

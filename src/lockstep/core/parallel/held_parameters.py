@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel import torch_internals
 
-_ITEMS, _VALUES = 10_000, 200_000  # looked at in a collection; looked at in all
+_ITEMS, _VALUES = 10_000, 200_000  # looked at in a collection; looked at in total
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 

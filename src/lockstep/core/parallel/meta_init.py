@@ -79,7 +79,7 @@ def materialise(model: nn.Module, values: dict[str, Tensor], world: World, devic
     """Give a model on the meta device, sharded or not, the values that rank 0 has.
 
     Args:
-        values: on rank 0 the values that `take_values` returned there; elsewhere empty. Emptied on the way, so that
+        values: on rank 0 the values that `take_values` returned there; elsewhere empty. Emptied meanwhile, so that
             never more than one full copy exists.
         device: where parameters live. Buffers live on the device of the rank.
     """

@@ -23,7 +23,7 @@ def no_collectives() -> Iterator[None]:
     """Inside, a collective through a process group is an error, also if DTensor makes it.
 
     If a model is sharded, only rank 0 makes it with values, and the other ranks make it on the meta device: rank 0
-    would wait for ever. (A `TorchDispatchMode` would see functional collectives too, but loads torch's compiler, which
+    would wait forever. (A `TorchDispatchMode` would see functional collectives too, but loads torch's compiler, which
     takes a second.)
     """
     if not dist.is_initialized():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NODE = "LOCKSTEP_NODE"
 """Environment variable: the name of this node in messages. Default: the host name."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SHOWN = 4  # so many single ranks are named
+_SHOWN = 4  # this many single ranks are named
 _PIECE_BYTES = 1 << 26  # of one broadcast: a rank that receives a large tensor shows signs of life in between
 
 

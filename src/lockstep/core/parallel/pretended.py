@@ -1,4 +1,4 @@
-"""A process group that communicates with nobody, to see what a task's own code asks of other ranks."""
+"""A process group without any communication, to see what a task's own code asks of other ranks."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def whole_rows(shard: LocalShard, tensor: Any) -> LocalShard:
 
 
 def own_columns(rows: Tensor, target: Any) -> Tensor:
-    """Of whole rows, the columns that this rank holds of `target`, the tensor that they are of."""
+    """From whole rows of the tensor `target`, the columns that this rank holds."""
     columns = local_shard(target).columns if rows.ndim > 1 and is_sharded(target) else None
     return rows if columns is None else rows[:, columns]
 

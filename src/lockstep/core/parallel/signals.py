@@ -89,7 +89,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> StopFlag:
-    """The flag of this process; outside `listening`, a new flag that nobody sets."""
+    """The flag of this process; outside `listening`, a new flag that is never set."""
     return _active or StopFlag()
 
 
@@ -136,7 +136,7 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             clock.daemon = True  # a process that ends by itself does not wait for it
             clock.start()
         if launched.LAUNCHED in os.environ:
-            # After a rank died, the launcher ends the others with SIGTERM: they can neither agree nor save any more.
+            # After a rank died, the launcher ends the others with SIGTERM: they can no longer agree, nor save.
             folder = os.environ.get(launched.FOLDER)
             if (
                 number == signal.SIGTERM

@@ -26,7 +26,7 @@ _TUPLES = (
 
 @runtime_checkable
 class CallsVary(Protocol):
-    """A module of a model that calls its blocks as often as its batch wants, in training too.
+    """A module of a model that calls its blocks as often as its batch requires, in training too.
 
     If a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
     The module calls it with its number of calls, and makes the calls that it lacks with zeros.
@@ -167,7 +167,7 @@ class Strategy(Protocol):
         ...
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
-        """The model that `make` returns, in the place where `wrap` wants it; and messages for the log.
+        """The model that `make` returns, placed as `wrap` expects it; and messages for the log.
 
         Raises:
             TrainingError: `make` returns different models on different ranks.

@@ -30,14 +30,14 @@ from lockstep.core.parallel.nodes import NodeGroup, Nodes, exchange, group_of, o
 from lockstep.core.parallel.rendezvous import store_of_ranks
 
 T = TypeVar("T")
-_MOST_IN_RING = 4  # so many ranks are as quick with gloo's ring, which is a single call
+_MOST_IN_RING = 4  # this many ranks are as quick with gloo's ring, which is a single call
 _ABORT_S = 10.0  # after a failure, so long for the end of the process groups
 _retired: list[dist.ProcessGroup | None] = []
 
 
 @atexit.register
 def _release_groups() -> None:
-    """Drop process groups that are not used any more, after everything else that refers to them.
+    """Drop process groups that are no longer used, after everything else that refers to them.
 
     gloo's threads may still need the interpreter's lock to drop the tensors of the last collective. The destructor of
     the Python object waits for these threads without holding the lock. DDP's reducer, if it has the last reference,
@@ -68,7 +68,7 @@ class World:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Where this rank notes its progress, for those who watch it from outside."""
     tag: int = 1
-    """Of the messages by which this thread gathers and broadcasts; see `in_background`."""
+    """The tag of the messages by which this thread gathers and broadcasts; see `in_background`."""
     timeout: datetime.timedelta | None = None
     """How long a collective waits for other ranks. None: torch's default."""
     tensor: int = 1
@@ -312,7 +312,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | No
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
     backend = devices.of(place).group_backend
-    # The failure board and the watch live until the group is gone: to leave a group may take for ever, too.
+    # The failure board and the watch live until the group is gone: to leave a group may take forever, too.
     with (
         contextlib.closing(FailureBoard(store, rank, size)) as failures,
         _watched(world, PrefixStore("watchdog", store), watch),
