@@ -146,7 +146,7 @@ def test_states_that_nobody_takes_and_parts_without_a_state_are_told(tmp_path):
 
 def test_ranks_with_different_states_are_refused(tmp_path):
     error = run_ranks(2, part_cases.error_of, tmp_path, [part_cases.Uneven()])[0]
-    assert "Uneven.state_dict, step 5: rank 1 has another state than rank 0" in error
+    assert "Uneven.state_dict, step 5: rank 1 has a different state from rank 0" in error
     assert "training.gather" in error
 
 
@@ -280,7 +280,7 @@ def test_a_part_with_a_state_that_fails_on_one_rank_is_not_saved_and_nobody_wait
             part_cases.Stateful(rank=1),
             "the Part has failed, or its state cannot be saved, on rank 1; its state is no longer saved",
         ),
-        ("differs", part_cases.Stateful(rank=9, differs=True), "has another state than rank 0 on rank 1"),
+        ("differs", part_cases.Stateful(rank=9, differs=True), "has a different state from rank 0 on rank 1"),
     ):
         settings = runs.config(checkpoint={"every_steps": 5})
         run_ranks(2, part_cases.fit, tmp_path / name, [part, part_cases.Counting()], settings)

@@ -37,7 +37,7 @@ MaxRestarts = Annotated[
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="NAME=VALUE", help="An environment variable. NAME only: with its value here."),
+    typer.Option("--env", metavar="NAME=VALUE", help="Set a variable of the ranks. NAME takes its value from here."),
 ]
 JobName = Annotated[str | None, typer.Option("--job-name", help="Name of the job. Default: the config's name.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file that is written.")]

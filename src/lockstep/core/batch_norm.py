@@ -23,7 +23,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"BatchNorm takes tensors of two and more dimensions, and not of {input.dim()}")
+            raise ValueError(f"BatchNorm takes tensors with two or more dimensions, not {input.dim()}")
 
 
 def without_unsupported(model: nn.Module, world: World) -> tuple[nn.Module, list[str]]:

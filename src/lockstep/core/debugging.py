@@ -33,7 +33,7 @@ def offer_terminal(nproc: int) -> None:
         raise UsageError(f"there is no rank {rank}", where=f"--debug-rank ({RANK})", remedy=remedy)
     if not (sys.stdin and sys.stdin.isatty()):
         raise UsageError(
-            "a debugger needs a terminal, and the input of this command is none",
+            "a debugger needs a terminal, and the input of this command is not one",
             where=f"--debug-rank ({RANK})",
             remedy="run the command in a terminal, without input from a file or a pipe",
         )
@@ -93,6 +93,6 @@ def explanation(error: BaseException) -> LockstepError | None:
         "a breakpoint was reached, and this process has no terminal",
         where=where,
         remedy="run it in a terminal. Of several ranks, --debug-rank 0 (in a script: the variable "
-        "LOCKSTEP_DEBUG_RANK=0) gives rank 0 the terminal. In loader workers, breakpoints work with data.workers=0 "
-        "alone",
+        "LOCKSTEP_DEBUG_RANK=0) gives rank 0 the terminal. In loader workers, breakpoints work only with "
+        "data.workers=0",
     )

@@ -79,7 +79,7 @@ def with_implied(config: RunConfig, implied: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        text = "\n  ".join(["the config and what the code says do not fit together:", *faults])
+        text = "\n  ".join(["the config does not match what the code says:", *faults])
         said = ", ".join(f"{path}={value!r}" for path, value in sorted(implied.items()))
         raise UsageError(text, remedy=f"change the key, or set the other one; the code says {said} ({DOCS})") from error
 

@@ -63,11 +63,11 @@ class HeldFolder:
         if found is None:
             raise self._error("no longer exists")
         if not os.path.samestat(held, found):
-            raise self._error("is another folder now")
+            raise self._error("is now a different folder")
 
     def _error(self, what: str) -> TrainingError:
         now = self._place()
-        whereto = f"; the folder in which this run began is {now} now" if now else "; it was moved or deleted"
+        whereto = f"; the folder that this run began in is now {now}" if now else "; it was moved or deleted"
         back = f"move {now} back to {self.path}, or give it as --run-dir" if now else f"bring {self.path} back"
         return TrainingError(
             f"the run directory {what}{whereto}. Nothing more is saved there",

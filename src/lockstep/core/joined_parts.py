@@ -296,9 +296,9 @@ class JoinedParts:
             where = f"{name}.state_dict, step {self.state.step}"
             if self.by_name[name].required:
                 raise TrainingError(
-                    f"rank {rank} has another state than rank 0, whose state would be saved",
+                    f"rank {rank} has a different state from rank 0, whose state would be saved",
                     where=where,
-                    remedy="bring together in before_save what differs by rank, with training.gather or "
+                    remedy="in before_save, combine what differs by rank, with training.gather or "
                     "training.all_sum; or change the state on all ranks, and only print or write on rank 0",
                 )
             if name not in self.unsaved:
@@ -306,7 +306,7 @@ class JoinedParts:
                 what = (
                     "has failed, or its state cannot be saved,"
                     if found[rank] is None
-                    else "has another state than rank 0"
+                    else "has a different state from rank 0"
                 )
                 self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is no longer saved")
         return {name: value for name, value in states.items() if name not in self.unsaved}

@@ -223,7 +223,7 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         return
     whole, parts = (_updated(optimizer, cuts) for cuts in (_ROWS[:1], _ROWS[1:]))
     if whole is None:
-        what = f"{kind.__name__} may need whole matrices: its options do not say how to make another to try it"
+        what = f"{kind.__name__} may need whole matrices: its options do not say how to make a second one for a test"
         raise UsageError(what, where="optim.name", remedy=remedy)
     if parts is None or not torch.equal(whole, parts):
         what = (

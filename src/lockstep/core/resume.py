@@ -60,7 +60,7 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     _check_code(manifest, state.optimizer, allow_change)
     optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config, state.optimizer) else None
     if optimizer is None:
-        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the run has another optimizer now")
+        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the run has a different optimizer now")
     needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
     tensors = files.read(checkpoint.path, checkpoint.index, needed, node)
     checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages, state.world.device)
@@ -116,7 +116,7 @@ def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_chang
     words = {
         "samples": f"{saved['samples']} samples then, {fingerprint['samples']} now",
         "digest": "samples differ",
-        "order": "they are drawn in another order, such as by other weights",
+        "order": "they are drawn in a different order, such as by different weights",
     }
     change = "; ".join(words.get(name) or f"{name}: {saved[name]} then, {fingerprint[name]} now" for name in changed)
     raise UsageError(
@@ -195,7 +195,7 @@ def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[
     if any("batch.micro.".startswith(f"{allowed}.") for allowed in allow_change):
         return [f"warning: {text}"]
     raise UsageError(
-        f"{text}, which would train another model",
+        f"{text}, which would train a different model",
         where="batch.micro",
         remedy="choose batch.micro and the number of ranks so that a step has as many passes as before; after a lack "
         "of memory, take more ranks or compute.activation_checkpointing=true, and delete micro.json in the run "

@@ -229,7 +229,7 @@ def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[st
     if others:
         counts = {names[rank]: found["samples"] for rank, found in others.items()}
         differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
-        what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
+        what = "; ".join(differ) or f"different samples on node {', '.join(counts)}"
         raise UsageError(
             f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
             where="data.train",

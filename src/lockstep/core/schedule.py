@@ -90,7 +90,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _plateau_has_a_metric(self) -> Self:
         if (self.name == "plateau") != (self.plateau is not None):
-            raise ValueError("name=plateau needs the section plateau: metric and mode; and no other name has it")
+            raise ValueError("name=plateau needs the section plateau: metric and mode; only plateau has it")
         return self
 
 

@@ -52,7 +52,7 @@ def open_evaluations(run: Run, tasks: Mapping[str, Task], micro_batch: int) -> N
             raise
         # This kind of task has such data, and its source has none.
         text = "warning: nothing is evaluated, because there is no evaluation data: set data.eval, or "
-        text += "train.eval_every_epochs=0 if this is meant"
+        text += "train.eval_every_epochs=0 if this is intended"
         run.warnings += [text] if text not in run.warnings else []
         run.evaluated, run.intervals = [], replace(run.intervals, evaluate=0)
     for evaluated in run.evaluated:

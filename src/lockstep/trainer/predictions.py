@@ -62,7 +62,7 @@ def check(path: Path, skips: bool = False) -> None:
         raise UsageError(f"unknown suffix {path.suffix!r}", where=f"--out {path}", remedy=remedy)
     if skips and path.suffix == ".safetensors":
         raise UsageError(
-            "it holds numbers only, so it cannot tell which inputs were left out",
+            "it holds numbers only, so it cannot show which inputs were left out",
             where=f"--out {path}",
             remedy="use .csv, .jsonl or .npz, or --on-error raise",
         )

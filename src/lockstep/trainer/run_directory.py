@@ -202,7 +202,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     if changed:
         differences = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)]
         raise UsageError(
-            "\n    ".join(["the run directory belongs to a run with another config:", *differences]),
+            "\n    ".join(["the run directory belongs to a run with a different config:", *differences]),
             where=str(folder),
             remedy="give the same values, --allow-change KEY to continue with the new value, a different --run-dir, "
             "or --fresh to delete that run and start again",

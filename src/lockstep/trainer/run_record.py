@@ -113,8 +113,8 @@ def differences(folder: Path, task: Task, config: RunConfig, world: World) -> li
         return []
     ranks = run_folder.recorded(folder).get("world", world.size)
     then = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    text = f"note: the run was trained on {then}, whose random numbers of a forward pass, such as dropout, are others: "
-    text += f"--nproc {ranks} makes the numbers of the log"
+    text = f"note: the run was trained on {then}, where random numbers of a forward pass, such as dropout, differ: "
+    text += f"--nproc {ranks} gives the numbers of the log"
     return [*changed_source(folder, task, config), *([text] if ranks != world.size else [])]
 
 

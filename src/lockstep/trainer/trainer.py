@@ -164,7 +164,7 @@ class Trainer:
         """
         _given(task)
         if self._has_chosen_folder and not self.quiet and this_process.is_first():
-            print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
+            print(f"the run directory is {self.run_dir}, named after the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
         self._model = None  # its memory may be needed

@@ -298,7 +298,7 @@ def check_keys(config: RunConfig) -> None:
     evaluate = "call loop.evaluate in the body"
     refused = {
         "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
-        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to cut layers over ranks"),
+        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to split layers over ranks"),
         "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
         "train.eval_every_epochs": (bool(train.eval_every_epochs), evaluate),
         "train.eval_every_steps": (bool(train.eval_every_steps), evaluate),

@@ -126,7 +126,7 @@ def load(model: nn.Module, state: Mapping[str, Any]) -> None:
         raise TrainingError(
             f"load_state_dict does not take what state_dict returned: {type(error).__name__}: {error}",
             where="Task.model",
-            remedy="let the two fit each other: leave both as torch has them, or override both (and get_extra_state "
+            remedy="make the two match: leave both as torch has them, or override both (and get_extra_state "
             "together with set_extra_state); no run of this model can be resumed otherwise",
         ) from error
 

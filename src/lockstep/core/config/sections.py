@@ -236,7 +236,7 @@ class RunConfig(Section):
             what, example = f"{dotted!r} names a section and a key in it", {section: {key: given[dotted]}}
             raise UsageError(what, where="RunConfig(...)", remedy=f"nest them: RunConfig(**{example!r})")
         if mappings:
-            what, remedy = "takes keywords, and no mapping", "write RunConfig(**mapping), or Trainer(mapping)"
+            what, remedy = "takes keyword arguments, not a mapping", "write RunConfig(**mapping), or Trainer(mapping)"
             raise UsageError(what, where="RunConfig(...)", remedy=remedy)
         return super().__new__(cls)
 

@@ -43,7 +43,7 @@ def first(one: Sequence[Leaf], other: Sequence[Leaf], names: tuple[str, str]) ->
             continue
         place = f"sample{mine.place}"
         if mine.place != yours.place:
-            return f"{place} on {names[0]} stands where sample{yours.place} stands on {names[1]}"
+            return f"{place} on {names[0]} is at the place of sample{yours.place} on {names[1]}"
         if mine.kind != yours.kind:
             return f"{place} is {mine.kind} on {names[0]}, and {yours.kind} on {names[1]}"
         if isinstance(mine.head, str) or isinstance(yours.head, str):

@@ -289,7 +289,7 @@ def shard_size(ranks: int, wanted: int | None) -> int:
     if size > ranks or ranks % size:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise UsageError(
-            f"{ranks} ranks cannot be cut into groups of {size}",
+            f"{ranks} ranks cannot be split into groups of {size}",
             where="parallel.shard_ranks",
             remedy=f"use one of {', '.join(map(str, divisors))}",
         )

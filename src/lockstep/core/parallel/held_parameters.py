@@ -46,7 +46,7 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
     if after and ranks > 1:
         raise UsageError(
             "register_post_accumulate_grad_hook runs before gradients are added over ranks, so each rank would do "
-            f"something else. These parameters have such hooks: {listed(after)}",
+            f"something different. These parameters have such hooks: {listed(after)}",
             where="Task.model",
             remedy="use register_hook for what is linear in the gradient, such as a mask; or train on one rank",
         )
@@ -55,7 +55,7 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
     return [
         f"note: the gradients of these parameters have hooks: {listed(before + after)}. A hook runs for each "
         "micro-batch of each rank. A mask or another factor is right. What is not linear in the gradient, such as a "
-        "clamp, trains another model with another batch.micro or number of ranks"
+        "clamp, makes the trained model depend on batch.micro and the number of ranks"
     ]
 
 
@@ -72,7 +72,7 @@ def check_renormalised(model: nn.Module, *, ranks: int) -> None:
     if found and ranks > 1:
         raise UsageError(
             f"with max_norm, each rank shortens the rows that its own samples look up, so {ranks} ranks would hold "
-            f"other weights: {listed(found)}",
+            f"different weights: {listed(found)}",
             where="Task.model",
             remedy="leave max_norm out and shorten what is looked up, in the model: "
             "vectors * (max_norm / vectors.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one rank",
@@ -114,7 +114,7 @@ def check_references(model: nn.Module, task: object) -> None:
         raise UsageError(
             f"parameters are held outside the modules that register them: {listed(found, 5)}",
             where="parallel.strategy=fsdp",
-            remedy="sharding puts new parameters in their place, so these would keep their first values: hold the "
+            remedy="sharding replaces them with new parameters, so these would keep their first values: hold the "
             "module, and take its parameters where they are used (module.weight); or use ddp",
         )
 

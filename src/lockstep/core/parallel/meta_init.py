@@ -48,8 +48,8 @@ def build_on_meta(make: Callable[[], nn.Module], world: World) -> tuple[nn.Modul
     by_rank: list[tuple[int, list[str]]] = world.broadcast(world.gather((world.rank, differing)))
     for rank, names in by_rank:
         if names:
-            what = f"rank {rank} made another model than rank 0: {', '.join(names[:5])}"
-            raise TrainingError(what, where="Task.model", remedy="make the model alike on all ranks")
+            what = f"rank {rank} made a different model from rank 0: {', '.join(names[:5])}"
+            raise TrainingError(what, where="Task.model", remedy="make the same model on all ranks")
     messages = []
     if faults:
         messages.append(f"the model cannot be made without its values ({faults[0]}): every rank made it in full")
@@ -134,7 +134,7 @@ def _stray_meta_tensor(model: nn.Module) -> str | None:
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules") and _holds_meta(value):
-                return f"{prefix}.{key} is a tensor, but no buffer".lstrip(".")
+                return f"{prefix}.{key} is a tensor, but not a buffer".lstrip(".")
     return None
 
 

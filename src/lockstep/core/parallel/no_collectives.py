@@ -49,7 +49,7 @@ def _refusing(name: str) -> Callable[..., Any]:
             f"it makes a collective ({name.strip('_')}), at {frame.f_code.co_filename}:{frame.f_lineno}",
             where="Task.model",
             remedy="make the whole model on every rank, without torch.distributed and without DTensor; "
-            "parallel.strategy=fsdp shards the model. parallel.tensor cuts its layers: lockstep --explain mesh",
+            "parallel.strategy=fsdp shards the model. parallel.tensor splits its layers: lockstep --explain mesh",
         )
 
     return refuse

@@ -52,5 +52,5 @@ class ParallelConfig(Section):
     def without_mesh(self, what: str, remedy: str = "use parallel.tensor=1, with any strategy") -> None:
         """Raises UsageError if `tensor` asks for a mesh: `what` does not support models that are split."""
         if self.tensor > 1:
-            what = f"{what} does not know models that are cut across ranks"
+            what = f"{what} does not support models that are split across ranks"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy=remedy)

@@ -260,7 +260,7 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
 def _mps(ranks: int) -> torch.device:
     if ranks > 1:
         raise UsageError(
-            f"{ranks} ranks, but mps is a device for one rank: a Mac has one GPU, and gloo and NCCL do not know it",
+            f"{ranks} ranks, but mps is a device for one rank: a Mac has one GPU, and gloo and NCCL do not support it",
             where="device=mps",
             remedy="use --nproc 1, or device=cpu",
         )
