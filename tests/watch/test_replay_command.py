@@ -65,7 +65,7 @@ def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, 
     assert "gradient norm: " in replay_report.text(report)
 
     again = replayed(tmp_path / "run", 20, Wants(), SETTINGS)  # on one rank
-    note = f"note: the run was trained on {ranks} ranks, whose random numbers"
+    note = f"note: the run was trained on {ranks} ranks, where random numbers"
     assert (note in capsys.readouterr().err) == (ranks > 1)
     assert again.steps[-1].loss == pytest.approx(report.steps[-1].loss, rel=1e-9)
     assert again.steps[-1].grad_norm == pytest.approx(entry["train/grad_norm"], rel=1e-9)
