@@ -5,7 +5,7 @@
 The pairs are `examples/loop/NAME_plain.py` and `NAME.py`. All scripts run in float64, without dropout, for few epochs.
 The Loop runs on one process, then on `--nproc` ranks, with its own order of samples and its own seeds. The plain script
 gets the batches of the run on one process, recorded as the body of the loop got them, instead of those of its
-shuffled DataLoader (of its random windows, for `letters`). Nothing else of it changes. Figures: the largest difference
+shuffled DataLoader (for `letters`: of its random windows). Nothing else in it changes. Figures: the largest difference
 of the final weights, relative to the largest weight of the tensor.
 
 Lines: without blank lines, indentation and docstring of the module. *Changed*: new, or not as before.

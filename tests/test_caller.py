@@ -40,12 +40,12 @@ def test_an_error_that_leaves_the_trainer_speaks_python(tmp_path):
         Trainer(runs.config(**changes), run_dir=tmp_path / "run", quiet=True).fit(own_tasks.Plain())
 
     train(train={"steps": 2})
-    with pytest.raises(LockstepError, match="another config") as caught:
+    with pytest.raises(LockstepError, match="a different config") as caught:
         train(train={"steps": 2}, seed=5)
     assert "Trainer(allow_change=[...])" in caught.value.remedy
     assert "Trainer(fresh=True)" in str(caught.value)
     assert "--" not in str(caught.value)
-    with caller.command(), pytest.raises(LockstepError, match="another config") as caught:
+    with caller.command(), pytest.raises(LockstepError, match="a different config") as caught:
         train(train={"steps": 2}, seed=5)
     assert "--fresh" in caught.value.remedy
 
@@ -63,7 +63,7 @@ def test_a_run_without_a_name_has_the_name_of_its_script(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace())  # a notebook
     assert str(Trainer(plain).run_dir) == "runs/run"
     trainer.fit(own_tasks.Plain())
-    assert "the run directory is runs/my_first.try, by the name of the script" in capsys.readouterr().out
+    assert "the run directory is runs/my_first.try, named after the script" in capsys.readouterr().out
 
 
 def test_keys_with_points_are_to_be_nested():
@@ -71,7 +71,7 @@ def test_keys_with_points_are_to_be_nested():
         with pytest.raises(UsageError, match=r"'train\.epochs' names a section") as caught:
             make()
         assert caught.value.remedy == "nest them: RunConfig(**{'train': {'epochs': 3}})"
-    with pytest.raises(UsageError, match="takes keywords"):
+    with pytest.raises(UsageError, match="takes keyword arguments"):
         RunConfig({"train": {"epochs": 3}})
     with pytest.raises(UsageError, match=r"train.epochs: unknown key; write sections as mappings: \{'train': \{'ep"):
         Trainer({"train.epochs": 3})

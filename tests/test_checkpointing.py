@@ -324,13 +324,13 @@ def test_what_was_trained_is_saved_where_an_evaluation_fails(tmp_path, mode, fai
     with pytest.raises(ValueError, match="bad label") as caught:
         runs.fit(Evaluated(fails_at), settings, tmp_path)
     assert caught.value.__notes__ == [
-        f"The checkpoint of step {kept[0]} is saved, and the same command goes on from there"
+        f"The checkpoint of step {kept[0]} is saved, and the same command resumes from there"
     ]
     found = store.listed(tmp_path / "checkpoints")
     assert [one.step for one in found] == kept
     assert [store.check(one) for one in found] == [[]] * len(found)
     assert found[0].metrics == {}
-    _, results = runs.fit(Evaluated(), settings, tmp_path)  # goes on from there, and evaluates what was left out
+    _, results = runs.fit(Evaluated(), settings, tmp_path)  # resumes from there, and evaluates what was left out
     evaluated = [
         json.loads(line)["step"]
         for line in (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -140,7 +140,8 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
 
 
 @pytest.mark.parametrize(
-    ("command", "rest"), [("train", "goes on from there"), ("run", "goes on from there"), ("predict", "begins anew")]
+    ("command", "rest"),
+    [("train", "resumes from there"), ("run", "resumes from there"), ("predict", "starts from the beginning")],
 )
 def test_only_a_training_that_is_stopped_promises_to_go_on(monkeypatch, capsys, command, rest):
     monkeypatch.setattr("sys.argv", ["lockstep", command, "run"])

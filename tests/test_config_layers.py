@@ -53,7 +53,7 @@ def test_another_kind_of_task_gets_none_of_the_options(write):
         ("extends: mine.yaml\n", "a circle"),
         ("extends: other.yaml\n", "no such file"),
         ("extends: digist\n", "did you mean digits"),
-        ("extends: [a, b]\n", "is no file"),
+        ("extends: [a, b]\n", "is not a file"),
     ],
 )
 def test_what_cannot_be_extended_is_an_error(write, text, message):

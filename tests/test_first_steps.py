@@ -214,7 +214,7 @@ def test_a_run_that_could_not_be_resumed_ends_after_its_first_step(tmp_path):
 def test_a_parameter_that_a_forward_pass_replaces_is_named(tmp_path):
     for kind in ("Replaces", "ReplacesLater"):
         text = refusal(kind, tmp_path / kind)
-        assert "Task.model: code of the model or the loss puts new objects in the place of parameters" in text
+        assert "Task.model: code of the model or the loss replaces parameters with new objects" in text
         assert "second.weight" in text
     runs.fit(Task("ReplacesFrozen"), settings(3), tmp_path / "frozen")
 

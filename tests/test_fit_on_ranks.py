@@ -127,7 +127,7 @@ def test_script_trains_on_ranks_and_hears_of_their_errors_and_can_be_stopped(lau
     step, has_model = found["stopped"]
     assert 4 <= step < 5000
     assert has_model
-    assert "fit again goes on from there" in done.stdout
+    assert "the next fit resumes from there" in done.stdout
     assert found["same_handler"]
     assert done.stdout.count("2 x cpu, global batch 32, steps 1 to 12") == 2  # done, fails: the ranks' output
 

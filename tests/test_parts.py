@@ -141,12 +141,12 @@ def test_states_that_nobody_takes_and_parts_without_a_state_are_told(tmp_path):
         tmp_path
     )
     part_cases.fit(tmp_path, [part_cases.Counting()], runs.config(train={"steps": 24}))
-    assert "note: the checkpoint has no state of the Part Counting, which begins anew" in log_of(tmp_path)
+    assert "note: the checkpoint has no state of the Part Counting, which starts from the beginning" in log_of(tmp_path)
 
 
 def test_ranks_with_different_states_are_refused(tmp_path):
     error = run_ranks(2, part_cases.error_of, tmp_path, [part_cases.Uneven()])[0]
-    assert "Uneven.state_dict, step 5: rank 1 has another state than rank 0" in error
+    assert "Uneven.state_dict, step 5: rank 1 has a different state from rank 0" in error
     assert "training.gather" in error
 
 
@@ -269,7 +269,7 @@ def test_failure_of_another_part_is_one_warning_and_changes_nothing(tmp_path):
     parts = [part_cases.Failing(rank=0, required=False), part_cases.Alone(required=False)]
     run_ranks(2, part_cases.fit, tmp_path / "alone", parts)
     log = log_of(tmp_path / "alone")
-    assert log.count("the Part Failing failed in after_step: KeyError: 'a reason'; the training goes on without") == 1
+    assert log.count("the Part Failing failed in after_step: KeyError: 'a reason'; the training continues without") == 1
     assert log.count("the Part alone failed in after_step: RuntimeError: a Part with required=False may not comm") == 1
 
 
@@ -278,9 +278,9 @@ def test_a_part_with_a_state_that_fails_on_one_rank_is_not_saved_and_nobody_wait
         (
             "fails",
             part_cases.Stateful(rank=1),
-            "the Part has failed, or its state cannot be saved, on rank 1; its state is not saved any more",
+            "the Part has failed, or its state cannot be saved, on rank 1; its state is no longer saved",
         ),
-        ("differs", part_cases.Stateful(rank=9, differs=True), "has another state than rank 0 on rank 1"),
+        ("differs", part_cases.Stateful(rank=9, differs=True), "has a different state from rank 0 on rank 1"),
     ):
         settings = runs.config(checkpoint={"every_steps": 5})
         run_ranks(2, part_cases.fit, tmp_path / name, [part, part_cases.Counting()], settings)
@@ -338,7 +338,7 @@ def test_a_part_that_leaves_the_model_in_evaluation_mode_is_named(tmp_path, requ
     part.required = required
     task = own_tasks.Dropout()
     trainer = Trainer(runs.config(), run_dir=tmp_path, quiet=True, parts=[part])
-    what = "the Part Evaluates failed in after_step: RuntimeError: it left the model in another mode"
+    what = "the Part Evaluates failed in after_step: RuntimeError: it left the model in a different mode"
     if required:
         with pytest.raises(LockstepError, match=what):
             trainer.fit(task)
@@ -385,8 +385,8 @@ def test_the_time_of_a_part_after_an_evaluation_is_left_out_once(tmp_path):
 
 def test_what_is_no_part_is_refused():
     for parts, what in (
-        ([3], "a int is no Part"),
-        ([Part], "the class Part is no Part"),
+        ([3], "a int is not a Part"),
+        ([Part], "the class Part is not a Part"),
         ([Part(), Part()], "two Parts"),
     ):
         with pytest.raises(LockstepError, match=what):

@@ -210,7 +210,7 @@ def test_a_folder_of_somebody_else_is_refused_before_anything_is_computed(run, t
     monkeypatch.setattr(Trainer, "predict_rows", lambda *_, **__: pytest.fail("it computes"))
     done = call("predict", run / "boxes", run / "good", "--out", tmp_path)
     assert done.exit_code == 2
-    assert "the folder holds what is no prediction of Lockstep: masks/. Predictions could replace" in done.stderr
+    assert "the folder contains more than predictions of Lockstep: masks/. Predictions could replace" in done.stderr
     assert (tmp_path / "masks" / "0.bin").read_text() == "drawn by hand"
     assert not (tmp_path / "predictions.jsonl").exists()
 

@@ -203,7 +203,7 @@ def test_request_to_stop_saves_ends_with_75_and_another_start_goes_on(launch, nu
     assert done.returncode == 75, done.stderr
     step, _ = state(run)
     assert f"stopped by {number.name} at step {step} of 1000000, saved" in done.stdout
-    assert done.stderr.strip() == "the same command goes on from there"
+    assert done.stderr.strip() == "the same command resumes from there"
     task = f"{launch.folder}/tasks.py:SlowSteps"
     again = run_ranks(nproc, rank_cases.command, "train", task, *ENDLESS, f"train.steps={step + 5}", "--run-dir", run)
     assert f"at step {step}\n" in again[0]
@@ -310,7 +310,7 @@ def test_request_before_training_ends_with_75(launch):
     assert len(done) == 2
     for errors, code in done:
         assert code == 75, errors
-        assert "the same command goes on from there" in errors
+        assert "the same command resumes from there" in errors
 
 
 RESTARTED = ["parallel.timeout_s=20", "checkpoint.every_steps=10", "--nproc", 2, "--max-restarts", 5]
@@ -389,7 +389,7 @@ def test_what_was_trained_is_saved_where_one_rank_fails_to_evaluate(launch):
     (done,) = launch.done
     assert done.returncode == 1
     assert "a file that rank 1 alone cannot read" in done.stderr
-    assert "The checkpoint of step 4 is saved, and the same command goes on from there" in done.stderr
+    assert "The checkpoint of step 4 is saved, and the same command resumes from there" in done.stderr
     assert state(launch.folder / "run")[0] == 4
 
 

@@ -49,7 +49,7 @@ def test_a_folder_of_the_user_stays_as_it_is_and_is_refused_with_the_names_in_th
         Trainer(runs.config(), run_dir=tmp_path, fresh=fresh, quiet=True).fit(own_tasks.Plain())
     assert content(tmp_path) == before  # nor is there a lock
     names = "checkpoints/, config.yaml, memory/, metrics.jsonl, pictures/, profile/, report.html, samples/ and 2 more"
-    assert caught.value.what == f"the folder is no run directory, and is not empty: it has {names}"
+    assert caught.value.what == f"the folder is not a run directory, and is not empty: it has {names}"
     assert (caught.value.where, "Trainer(run_dir=...)" in caught.value.remedy) == (str(tmp_path), True)
 
 

@@ -76,7 +76,7 @@ def test_a_run_goes_on_with_the_same_weights_only(tmp_path):
     others = WEIGHTS.copy()
     others[40] += 0.01
     for attributes in ({"sample_weights": others}, {}, {"order": EasyFirst()}):
-        with pytest.raises(LockstepError, match="they are drawn in another order, such as by other weights"):
+        with pytest.raises(LockstepError, match="drawn in a different order, such as by different weights"):
             trained(attributes, settings(4), tmp_path)
     trained({"sample_weights": others}, settings(4), tmp_path, ["data"])
 

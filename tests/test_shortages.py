@@ -206,4 +206,4 @@ def test_reports_and_requests_to_stop_use_the_room_that_was_kept(tmp_path, monke
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error-1.json"))
         launched.report_failure(Preempted("stopped, saved"), "stopped, saved")  # and the rank keeps its exit code
         assert not (folder / "error-1.json").exists()
-        assert "stopped, saved\n(the launcher cannot be told of it" in capfd.readouterr().err
+        assert "stopped, saved\n(this could not be reported to the launcher" in capfd.readouterr().err

@@ -5,17 +5,17 @@ Task: what a user writes: model, data, loss, metrics.
 Loop: a training loop that you write yourself, with the promises of a Trainer.
 Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
 AlternatingTask: a task whose players, such as a generator and a discriminator, update in turn.
-Player: parameters with a loss of their own.
-Follower: parameters that follow others as a moving average.
-Part: joins a training at its events: messages, figures of the log, a stop of one's own.
-Writer: takes the entries of the log; the base of writers of one's own.
-WeightedSampler: the order of a data set whose samples are drawn with replacement, by weights.
-TaskOptions: the base of the options of a task that another distribution offers.
+Player: parameters with their own loss.
+Follower: parameters that follow other parameters as a moving average.
+Part: code that runs at events of the training: your own messages, logged figures, or a rule to stop.
+Writer: receives the entries of the log; the base class for your writers.
+WeightedSampler: draws the samples of a data set with replacement, by weights.
+TaskOptions: the base class for the options of a task from a different distribution.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 Stream: an iterable of samples as training data, for any number of ranks.
 losses: Dice for each sample, and over the global batch.
-trained_only: leaves the frozen weights of a model out of checkpoints, such as those beside adapters of peft.
+trained_only: leaves the frozen weights of a model out of checkpoints, such as those next to adapters of peft.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
 `lockstep init FILE.py` on the command line writes a first task.

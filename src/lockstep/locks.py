@@ -30,7 +30,7 @@ def locked(
         tell: gets the name of the other process before the wait begins.
 
     Yields:
-        False where the file system knows no locks: then nobody is kept out.
+        False if the file system knows no locks: then no process is kept out.
 
     Raises:
         LockedError: another process still holds the lock after `wait_s`.
@@ -60,7 +60,7 @@ def locked(
 
 
 def is_held(path: Path) -> bool | None:
-    """True if a process holds the lock of the file `path`; None where that cannot be told. The file is not made."""
+    """True if a process holds the lock of the file `path`; None if that cannot be found out. The file is not made."""
     import filelock
 
     if not path.is_file():

@@ -164,7 +164,7 @@ def test_log_says_it_once_and_verify_agrees(frozen, tmp_path):
 
     weights, _ = runs.fit(Kept(48), runs.config(batch={"micro": 12}, train={"steps": 4}), tmp_path)
     log = (tmp_path / "train.log").read_text()
-    assert log.count("1 BatchNorm module normalises each micro-batch by its own statistics") == (0 if frozen else 1)
+    assert log.count("1 BatchNorm module normalises each micro-batch with its own statistics") == (0 if frozen else 1)
     assert len(batch_norm.by_batch(Kept(48).model().train())) == (0 if frozen else 1)
     assert bool(weights["1.num_batches_tracked"]) != frozen
 

@@ -402,7 +402,7 @@ def test_a_decay_of_a_group_that_the_optimizer_does_not_take_is_refused():
 
 def test_a_rate_among_the_arguments_is_refused():
     text = refusal("SGD", 0.1, args={"lr": 0.5})
-    assert "optim.args.lr: lr has a key of its own" in text
+    assert "optim.args.lr: lr has its own key" in text
     assert "set optim.lr" in text
 
 

@@ -116,7 +116,7 @@ def test_a_training_ends_and_saves_where_its_evaluations_get_no_better(tmp_path)
     assert "train/loss" in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])  # of the last steps
     fit(tmp_path)  # again: nothing is left to do
     assert steps_saved(tmp_path)[-1] == 8
-    assert "is complete at step 8: change train.stop_when to go on" in (tmp_path / "train.log").read_text()
+    assert "is complete at step 8: change train.stop_when to continue" in (tmp_path / "train.log").read_text()
     fit(tmp_path, {"train": SETTINGS["train"] | {"stop_when": None}})  # changed: on to the end
     assert steps_saved(tmp_path)[-1] == 20
 
@@ -203,7 +203,7 @@ def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, 
         ({"stop_when": {"metric": "eval/lss", "mode": "min", "patience": 1}}, "did you mean eval/loss"),
         ({"stop_when": {"metric": "loss", "mode": "min", "patience": 1}}, "write `eval/NAME`, such as `eval/loss`"),
         ({"stop_when": {"metric": "eval/loss", "mode": "min"}}, "give patience, target, or both"),
-        ({"max_time": "4 hours"}, "is no time"),
+        ({"max_time": "4 hours"}, "is not a time"),
         (
             {"eval_every_steps": 0},
             r"the run never evaluates, so there is no eval/loss\n.* or leave out train.stop_when$",

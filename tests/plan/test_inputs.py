@@ -12,7 +12,7 @@ def test_sizes_and_bandwidths():
     assert inputs.bandwidth("50GB/s", "") == 50e9
     assert inputs.bandwidth("400Gbit/s", "") == inputs.bandwidth("400Gb/s", "") == 50e9
     for text in ("80 apples", "", "0GB", "-3GB", "iB"):
-        with pytest.raises(UsageError, match="is no size"):
+        with pytest.raises(UsageError, match="is not a size"):
             inputs.size(text, "--gpu-memory")
     with pytest.raises(UsageError, match="80 bytes"):
         inputs.size("80", "--gpu-memory")

@@ -148,7 +148,7 @@ def test_a_plan_is_written_into_a_file(tmp_path):
     [
         (["digits"], "memory of a GPU is not given"),
         (["digits", "--gpu", "H10"], "the nearest is"),
-        (["digits", "--gpu-memory", "much"], "is no size"),
+        (["digits", "--gpu-memory", "much"], "is not a size"),
         (["digits", "--gpu", "H100", "--save-seconds", "3"], "go together"),
         (["digits", "--gpu", "H100", "data.train=none.csv"], "none.csv"),
         (["cifar_", "--gpu", "H100"], "cifar"),

@@ -100,7 +100,7 @@ def test_wrong_options_are_named_like_those_of_shipped_tasks(line):
         config_file.parse({"task": {"kind": "lin"}})
     with pytest.raises(UsageError, match=r"data\.eval: Line has no use for 'there'\n.*Line takes: train"):
         registry.build_task({"kind": "line"}, "here", "there")
-    with pytest.raises(UsageError, match=r"data\.cache: Line has no use for a cache of decoded pictures"):
+    with pytest.raises(UsageError, match=r"data\.cache: Line has no use for a cache of decoded images"):
         registry.build_task({"kind": "line"}, "here", None, CacheOptions(10**9))
 
 

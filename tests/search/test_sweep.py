@@ -383,7 +383,7 @@ def test_a_real_sweep_goes_on_after_a_signal(tmp_path, number):
     _, errors = process.communicate()
     if number == signal.SIGINT:
         assert process.returncode == 75
-        assert "the same command goes on from there" in errors
+        assert "the same command resumes from there" in errors
     done = commands.lockstep(*arguments)
     assert done.returncode == 0, done.stderr
     assert "resuming" in (folder / "trial-0000.log").read_text()

@@ -49,7 +49,11 @@ def test_a_folder_is_uploaded_whole(server, folder, owner):
             {},
             "the token of someone cannot write for somebody\n  remedy: give one of: someone, our-lab",
         ),
-        ("someone/plays", {"kind": "volume_risk"}, "an export of task.kind volume_risk is no folder for transformers"),
+        (
+            "someone/plays",
+            {"kind": "volume_risk"},
+            "an export of task.kind volume_risk is not a folder for transformers",
+        ),
         ("someone/plays", {"optimizer": True}, "the file of --optimizer is not uploaded"),
         (None, {"private": True}, "--private: has no meaning without --push-to-hub"),
     ],

@@ -65,7 +65,7 @@ def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, 
     assert "gradient norm: " in replay_report.text(report)
 
     again = replayed(tmp_path / "run", 20, Wants(), SETTINGS)  # on one rank
-    note = f"note: the run was trained on {ranks} ranks, whose random numbers"
+    note = f"note: the run was trained on {ranks} ranks, where random numbers"
     assert (note in capsys.readouterr().err) == (ranks > 1)
     assert again.steps[-1].loss == pytest.approx(report.steps[-1].loss, rel=1e-9)
     assert again.steps[-1].grad_norm == pytest.approx(entry["train/grad_norm"], rel=1e-9)
@@ -151,7 +151,7 @@ def test_steps_before_a_change_of_the_config_are_made_again_with_the_config_of_t
         assert f"  {rate}\n" in shown, (step, shown)
         assert f"bitwise equal to checkpoint {step}" in shown or step == 6, (step, shown)
         assert "logged" not in shown.replace("as logged", "") or "e-1" in shown or step == 6, shown
-    with pytest.raises(UsageError, match=r"step 20 was made with another config: optim\.lr: 0\.02 then, 0\.03 now"):
+    with pytest.raises(UsageError, match=r"step 20 was made with a different config: optim\.lr: 0\.02 then, 0\.03 now"):
         replayed(folder, 20, Wants(), settings)
     shutil.rmtree(folder / "checkpoints" / "step-00000010")
     with pytest.raises(UsageError, match="the config changed after step 10, and the nearest checkpoint before step 15"):

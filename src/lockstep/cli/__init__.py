@@ -1,1 +1,1 @@
-"""The commands. They share their options, the start of ranks, and the way that errors become messages."""
+"""The commands. They share their options, the start of ranks, and how errors become messages."""

@@ -41,7 +41,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
 """The engine's commands, each with the example that its own help ends with."""
 
 _SCRIPTS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-"""Of a command that passes on arguments of a script."""
+"""The settings of a command that passes on the arguments of a script."""
 _SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
     audit: _SCRIPTS,
     run: _SCRIPTS,

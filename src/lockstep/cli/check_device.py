@@ -45,7 +45,7 @@ def check_device(
 
         check_replaceable(json_file, force=force)
         if not math.isfinite(seconds):
-            raise UsageError("it is no time", where=f"--seconds {seconds}", remedy="give seconds, such as 600")
+            raise UsageError("it is not a time", where=f"--seconds {seconds}", remedy="give seconds, such as 600")
         config = {"name": "check-device", "device": device}
         settings, count = ranks.on_machine(config_file.parse(config, needs_task=False), None, nproc)
         several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None

@@ -30,7 +30,7 @@ class Command(TyperCommand):
                 raise UsageError(what, where=", ".join(found), remedy=_remedy(list(found.values()))) from None
 
     def _meant(self, ctx: Any, args: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Each unknown option, and what to write for it. An option of which nothing is known is left out."""
+        """Each unknown option, and what to write for it. Options without a suggestion are left out."""
         takes = {name: not getattr(one, "is_flag", False) for one in self.get_params(ctx) for name in one.opts}
         takes |= {name: False for one in self.get_params(ctx) for name in one.secondary_opts}
         keys = ctx.obj if "overrides" in takes else ()

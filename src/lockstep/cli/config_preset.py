@@ -1,6 +1,6 @@
 """Machine presets: YAML files that say how a kind of machine runs a training, whichever recipe it is.
 
-A preset sets the number of ranks (`nproc`), and keys of the config that may differ when a run goes on. Exceptions are
+A preset sets the number of ranks (`nproc`), and keys of the config that may differ when a run resumes. Exceptions are
 `precision` and `parallel.param_dtype`, which determine the training: a note says so. `tasks` has keys for kinds of
 tasks. This module imports no torch.
 """
@@ -20,7 +20,7 @@ from lockstep.core.errors import UsageError, did_you_mean
 
 _NPROC = "nproc"
 _EXCEPTIONS = ("precision", "parallel.param_dtype")
-# These keys are free when a run goes on, but they say which run it is, how long it is, and when it is evaluated.
+# These keys are free when a run resumes, but they say which run it is, how long it is, and when it is evaluated.
 _OF_THE_RUN = ("name", "train.", "schedule.")
 
 
@@ -60,7 +60,7 @@ class Preset:
     def apply(self, config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         """`config` with the values of this preset.
 
-        `batch.micro` is the largest micro-batch for this machine: it is cut to the global batch. It is left out where
+        `batch.micro` is the largest micro-batch for this machine: it is reduced to the global batch. It is left out if
         the config gives `batch.per_rank`, which is a micro-batch too.
 
         Args:
@@ -90,7 +90,7 @@ class Preset:
         for key, (old, new) in zip(_EXCEPTIONS, both, strict=True):
             old = old or "null"
             if new not in (None, old):
-                line = f"{key}={new} instead of {old}. It changes how numbers are rounded, so a run goes on only with "
+                line = f"{key}={new} instead of {old}. It changes how numbers are rounded, so a run resumes only with "
                 lines.append(f"{line}its own value; {key}={old} on the command line takes precedence")
         if before.batch.per_rank and self.nproc not in (None, "1"):
             line = "with batch.per_rank, the global batch of a new run depends on the number of ranks; batch.global "
@@ -98,7 +98,7 @@ class Preset:
         return [f"preset {self.name}: {line}" for line in lines]
 
     def check_fits(self, config: RunConfig, ranks: int | None, gpus: int) -> None:
-        """Check that this machine has a GPU for each rank, where the config asks for GPUs.
+        """Check that this machine has a GPU for each rank, if the config asks for GPUs.
 
         Args:
             config: with this preset.
@@ -146,7 +146,7 @@ def _checked(name: str, values: dict[str, Any], where: str) -> Preset:
     keys: dict[str, Any] = {}
     problems: list[str] = []
     for path, value in _flat(values).items():
-        # `task` has keys of its own, such as task.image_size.
+        # `task` has its own keys, such as task.image_size.
         if path in determining or any(path.startswith(f"{key}.") for key in determining):
             problems.append(f"{path}: determines the training, and a preset only says how a training is run")
         elif path.startswith(_OF_THE_RUN):
@@ -180,7 +180,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at_most(micro_batch: Any, global_batch: int) -> Any:
-    """A size of micro-batches, or sizes by epoch, cut to the global batch. Other types are left to the validation."""
+    """A size of micro-batches, or sizes by epoch, at most the global batch. Other types are left to the validation."""
     if isinstance(micro_batch, Mapping):
         return {epoch: _at_most(size, global_batch) for epoch, size in micro_batch.items()}
     return min(micro_batch, global_batch) if type(micro_batch) is int else micro_batch

@@ -55,7 +55,7 @@ def env(
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """The facts, by part and name. A fact that the system does not tell is left out. torch need not be importable."""
+    """The facts, by part and name. A fact that the system does not report is left out. torch need not be importable."""
     variables = _variables()  # first: importing torch and Lockstep sets some
     return {
         "versions": _versions(),

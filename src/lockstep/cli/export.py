@@ -26,7 +26,7 @@ def export(
         typer.Option("--program/--no-program", help="Write model.pt2, which torch runs without the model's code."),
     ] = True,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write weights with the adapters (task.lora) in them, not adapters alone.")
+        bool, typer.Option("--merge", help="Write weights with merged adapters (task.lora), not only the adapters.")
     ] = False,
     hub_name: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload OUT to the Hugging Face hub.")
@@ -38,7 +38,7 @@ def export(
     """Write a trained model for use without Lockstep. With --optimizer: the state of its training.
 
     OUT gets model.safetensors (the weights); model.pt2 (the model as a program for torch.export.load) and model.json
-    (its inputs); for pictures and CT volumes use_model.py, which predicts files; for models of transformers config.json
+    (its inputs); for images and CT volumes use_model.py, which predicts files; for models of transformers config.json
     and what its pipelines read; the labels and the preparation of inputs; of a task in FILE.py its source.
     """
     with reporting(debug):

@@ -63,7 +63,7 @@ def first_hour(
 ) -> None:
     """Try out a new machine with ten commands, and write a page. Exit code 3: one failed.
 
-    Steps that need a GPU are skipped where there is none.
+    Steps that need a GPU are skipped if there is none.
     """
     with reporting(debug):
         from lockstep.core import devices
@@ -72,7 +72,7 @@ def first_hour(
         has_gpu = devices.gpus() > 0
         count = local_ranks.ranks_of(nproc or ("auto" if has_gpu else "2"))
         if shlex.quote(str(out)) != str(out) or (out.is_dir() and any(out.iterdir())):
-            what = "has files already, or a name that a shell reads in another way"
+            what = "has files already, or a name that a shell reads differently"
             raise UsageError(what, where=str(out), remedy="choose another folder with --run-dir")
         out.mkdir(parents=True, exist_ok=True)
         file, results = out / "first_hour.md", list[Result]()

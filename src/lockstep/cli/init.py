@@ -30,7 +30,7 @@ class Library(enum.StrEnum):
 
 
 def skeleton(file: Path) -> str:
-    """The text of a first task that would stand in `file`."""
+    """The text of a first task, to be written to `file`."""
     return resources.files(_PAGES).joinpath(_SKELETON).read_text(encoding="utf-8").replace("FILE.py", str(file))
 
 
@@ -51,12 +51,12 @@ def init(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write a first task, or show how to come from another library."""
+    """Write a first task, or show how to switch from another library."""
     with reporting(debug):
         if file is None and library is None:
             raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")
         if file is not None and file.suffix != ".py":
-            raise UsageError("is no Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
+            raise UsageError("is not a Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
         if out is not None and library is None:
             raise UsageError("has no meaning without --from", where="--out", remedy="leave it out")
         for path in (file, out):

@@ -22,7 +22,7 @@ def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) ->
     """
     checkpoints = store.listed(folder)
     faults = {checkpoint.step: store.check(checkpoint) for checkpoint in checkpoints} if check or prune else {}
-    # A run that goes on may have deleted some of them meanwhile.
+    # A running training may have deleted some of them meanwhile.
     checkpoints = [one for one in checkpoints if not faults.get(one.step) or store.is_there(one.path)]
     faults = {checkpoint.step: faults[checkpoint.step] for checkpoint in checkpoints if checkpoint.step in faults}
     reasons = retention.reasons(checkpoints)
@@ -41,7 +41,7 @@ def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) ->
     if best is not None and retention.best is not None:
         print(f"best: {best.path.name}, {' '.join(retention.best)} {best.metrics[retention.best[1]]:.4g}")
     for path in sorted(folder.glob("suspect-step-*")):
-        print(f"{path.name}  SET ASIDE by the watch: no check had passed after it, and no run goes on from it")
+        print(f"{path.name}  SET ASIDE by the watch: no check passed after it, and no run resumes from it")
     unreadable = store.unreadable(folder)
     for complaint in unreadable:
         print(complaint.replace(": ", "  DAMAGED: ", 1))

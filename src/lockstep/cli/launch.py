@@ -37,7 +37,7 @@ MaxRestarts = Annotated[
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="NAME=VALUE", help="An environment variable. NAME alone takes its value from here."),
+    typer.Option("--env", metavar="NAME=VALUE", help="Set a variable of the ranks. NAME takes its value from here."),
 ]
 JobName = Annotated[str | None, typer.Option("--job-name", help="Name of the job. Default: the config's name.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file that is written.")]
@@ -282,7 +282,7 @@ def through_ssh(
         tell(f"{job.about}: {', '.join(names)}; they meet at {meeting}")
         code = ssh.run(job, there, meeting)
         if code == Preempted.exit_code:
-            tell("stopped; the same command goes on from the newest checkpoint")
+            tell("stopped; the same command resumes from the newest checkpoint")
         if code:
             raise typer.Exit(code)
 
@@ -352,7 +352,7 @@ def _write_and_show(path: Path, job: jobs.Job, text_of: Callable[[jobs.Job], str
     jobs.write(path, text_of(job), mark=mark, is_secret=bool(job.secrets), force=force)
     print(text_of(job.shown), end="", flush=True)
     for name in job.secrets:
-        tell(f"warning: the value of {name} stands in {path}, which only you can read")
+        tell(f"warning: the value of {name} is in {path}, which only you can read")
 
 
 def _hand_over(command: Sequence[str], wanted: bool, by_hand: str) -> None:

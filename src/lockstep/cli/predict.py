@@ -38,7 +38,7 @@ def predict(
         typer.Argument(
             metavar="[INPUT]...",
             help="Images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
-            "that names pictures. For text: files, texts or prompts, and - "
+            "that names images. For text: files, texts or prompts, and - "
             "for standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
@@ -88,7 +88,7 @@ def predict(
 
 
 def _check_is_no_source(out: Path, run_dir: Path, inputs: list[str]) -> None:
-    """Check that `out` is no input, and no file of the run.
+    """Check that `out` is neither an input nor a file of the run.
 
     Raises:
         UsageError: it is.
@@ -111,7 +111,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
     task = trainer.task()
     to_terminal = out is None and this_process.ranks() == 1 and sys.stdout.isatty()
     streams = to_terminal and task_checks.presenter(task).stream(inputs)
-    # Where the predictions themselves go to the terminal, they show the progress.
+    # If the predictions themselves go to the terminal, they show the progress.
     has_bar = is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())
     with contextlib.ExitStack() as stack:
         # Other ranks pass no predictions on.

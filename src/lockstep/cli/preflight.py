@@ -28,7 +28,7 @@ def preflight(
     rendezvous_id: options.RendezvousId = None,
     wait_for_nodes: options.WaitForNodes = 60,
     env: Annotated[
-        bool, typer.Option("--env", help="Show the environment variables of the ranks, too, by rank where they differ.")
+        bool, typer.Option("--env", help="Show the environment variables of the ranks too, by rank if they differ.")
     ] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Compute known answers on all devices, too: lockstep doctor check-device.")

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """Counts what is done. It shows nothing where `progress` is None."""
+    """Counts what is done. It shows nothing if `progress` is None."""
 
     def __init__(self, progress: Progress | None, what: str) -> None:
         self.progress, self.what = progress, what
@@ -22,7 +22,7 @@ class Bar:
             self.task = self.progress.add_task(self.what, total=total)
 
     def advance(self, count: int = 1) -> None:
-        """Count so many more."""
+        """Add this many to the count."""
         if self.progress is not None:
             self.progress.advance(self.task, count)
 

@@ -1,4 +1,4 @@
-"""The ranks of a command on this machine: how many, and how they are started, alone or with those of other nodes."""
+"""The ranks of a command on this machine: how many, and how they start, with or without those of other nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_machine(
 
     Args:
         nproc: of the command line. It takes precedence over the preset's.
-        default: the number of ranks where neither the command line nor the preset gives a number.
+        default: the number of ranks if neither the command line nor the preset gives a number.
 
     Raises:
         UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
@@ -72,7 +72,7 @@ def launch(
     """Run `lockstep ARGUMENTS` as ranks on this machine, and wait for their end.
 
     Args:
-        several: the other nodes. None: this machine is alone.
+        several: the other nodes. None: this is the only machine.
         run_id: of the run, by which its nodes meet.
         wait_s: so long this node waits for the others, in seconds.
     """

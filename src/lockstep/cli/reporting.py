@@ -32,7 +32,7 @@ def tell_first(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write a last line to stderr. Where it cannot be written (the terminal was closed), the exit code stays."""
+    """Write a last line to stderr. If it cannot be written (the terminal was closed), the exit code stays."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -64,9 +64,9 @@ def reporting(debug: bool) -> Iterator[None]:
     except Preempted as stopped:
         report_failure(stopped, str(stopped))
         if not this_process.is_rank() and sys.argv[1:2] not in (["train"], ["sweep"], ["run"]):
-            tell("stopped; the same command begins anew")
+            tell("stopped; the same command starts from the beginning")
         elif not this_process.is_rank():  # if a checkpoint was saved, the run has said so
-            tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there")
+            tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command resumes from there")
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -121,7 +121,7 @@ def train(
 
 
 def _fit(trainer: Trainer) -> None:
-    """Train. A single rank without launcher begins again by itself where memory does not suffice."""
+    """Train. A single rank without launcher begins again by itself if memory does not suffice."""
     while True:
         try:
             trainer.fit()
@@ -169,7 +169,7 @@ def _new_folder(name: str, *, one_launcher: bool) -> Path:
         except OSError as error:
             what = f"cannot be made: {error.strerror}"
             raise UsageError(what, where=str(folder), remedy="choose another place with --run-dir") from error
-        print(f"the run directory is {folder}; give --run-dir {folder} to go on with this run", file=sys.stderr)
+        print(f"the run directory is {folder}; give --run-dir {folder} to resume this run", file=sys.stderr)
         return folder
     raise AssertionError  # the numbers do not end
 

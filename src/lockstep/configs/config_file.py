@@ -104,13 +104,13 @@ def read_run(
 
 
 def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
-    """`config` with another value of an option of its task.
+    """`config` with a different value of an option of its task.
 
     Args:
         where: the place of the value, for errors.
 
     Raises:
-        UsageError: this kind of task has no such option, or not such a value. (A user's own class says so when it is
+        UsageError: this kind of task does not have this option or value. (A user's own class says so when it is
             made.)
     """
     task, problems = _check_task(config.task | {key: value}, lambda _: where, epochs=None)
@@ -131,7 +131,7 @@ def with_kept_task(config: RunConfig, run_dir: Path, tell: Callable[[str], None]
     if not path.endswith(".py") or Path(path).is_file():
         return config
     parts = Path(path).parts
-    for place in range(1, len(parts)):  # the longest end of the path: a file of a package lies in the package's folder
+    for place in range(1, len(parts)):  # the longest end of the path: a file of a package is in the package's folder
         kept = run_dir.joinpath("source", *parts[place:])
         if kept.is_file():
             tell(f"{path} is not there: the task's code is taken from {kept}")
@@ -151,7 +151,7 @@ def parse(
     Args:
         where: the source of `values`, for errors.
         needs_task: whether a missing task is an error.
-        sources: the source of single keys by dotted path, where it is not `where`.
+        sources: the source of single keys by dotted path, if it is not `where`.
 
     Raises:
         UsageError: something is wrong. The error names all faults at once.
@@ -261,7 +261,7 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
 def _suggest(raw: dict[str, Any]) -> None:
     """Fill in the values that suit the task.
 
-    A section with another `name` (of optimizer or schedule) stays as it is.
+    A section with a different `name` (of optimizer or schedule) stays as it is.
     """
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None

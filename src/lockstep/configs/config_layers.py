@@ -94,7 +94,7 @@ def _read_layers(target: str, above: tuple[str, ...]) -> tuple[dict[str, Any], d
     if base is None:
         return values, sources
     if not isinstance(base, str):
-        raise UsageError(f"{base!r} is no file", where=f"{target}: extends", remedy="name one recipe or one FILE.yaml")
+        raise UsageError(f"{base!r} is not a file", where=f"{target}: extends", remedy="name a recipe or FILE.yaml")
     if base.endswith((".yaml", ".yml")):
         base = os.path.join(os.path.dirname(file), os.path.expanduser(base))
     base_values, base_sources = _read_layers(base, (*above, file))
@@ -103,7 +103,7 @@ def _read_layers(target: str, above: tuple[str, ...]) -> tuple[dict[str, Any], d
 
 
 def _over(base: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `values` in the place of its own. Keys that exclude a key of `values` are left out."""
+    """`base`, with `values` overriding its values. Keys that exclude a key of `values` are left out."""
     merged = dict(base)
     for section, key, other in alternatives():
         given = values.get(section)

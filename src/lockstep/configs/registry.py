@@ -1,4 +1,4 @@
-"""Names of tasks and recipes, which distributions declare as entry points: Lockstep's own and anybody's.
+"""Names of tasks and recipes, which distributions declare as entry points: Lockstep's own and any others.
 
 Importing this module and looking up options loads no torch.
 """
@@ -138,7 +138,7 @@ def _checked(task_class: Callable[..., Task], arguments: dict[str, Any], data: d
         for key, value in data.items():
             if key not in known:
                 remedy = f"leave it out, or give the constructor a parameter {key!r}. {takes}"
-                shown = repr(value) if isinstance(value, str) else "a cache of decoded pictures"
+                shown = repr(value) if isinstance(value, str) else "a cache of decoded images"
                 raise UsageError(f"{class_name} has no use for {shown}", where=f"data.{key}", remedy=remedy)
     arguments = arguments | data
     required = [name for name in known if parameters[name].default is inspect.Parameter.empty]

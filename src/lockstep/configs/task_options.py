@@ -13,7 +13,7 @@ class TaskOptions(Section):
     """Base of the options of a task.
 
     A subclass is declared by name: a shipped one in `recipes.registry`, another in the entry point group
-    `lockstep.tasks`. Unknown keys and values of another type are errors.
+    `lockstep.tasks`. Unknown keys and values of a different type are errors.
     """
 
     task: ClassVar[str]
@@ -33,7 +33,7 @@ class TaskOptions(Section):
         return {}
 
     def for_epochs(self, epochs: int | None) -> Self:
-        """These options for a training of so many epochs. None: the length is not known, or nothing is trained.
+        """These options for a training of this many epochs. None: the length is not known, or nothing is trained.
 
         Raises:
             ValueError: an option needs the number of epochs. The text begins with its key and a colon.
@@ -41,7 +41,7 @@ class TaskOptions(Section):
         return self
 
     def never_reached(self, epochs: int) -> dict[str, str]:
-        """The options that are never reached in so many epochs, and are needed: a sentence and a remedy by key."""
+        """The options that are needed, but never reached in this many epochs: a sentence and a remedy by key."""
         return {}
 
 
@@ -53,7 +53,7 @@ class TableOptions(TaskOptions):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
     quoting: Literal["minimal", "none"] | None = None
-    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters.
+    """Quoting of a CSV file. `minimal`: a field may be in double quotes. `none`: quotes are letters.
 
     None: `none` for .tsv, `minimal` for .csv.
     """

@@ -17,7 +17,7 @@ def staged_file(path: Path, staging: Path | None = None) -> Iterator[Path]:
     afterwards may bring the old file back. If that must not be, call `sync` on the folder.
 
     Args:
-        staging: path to write to, on the file system of `path`; None: a hidden file beside `path`.
+        staging: path to write to, on the file system of `path`; None: a hidden file next to `path`.
     """
     staging = staging or path.with_name(f".{path.name}.new")
     try:
@@ -47,7 +47,7 @@ def staged_folder(path: Path, staging: Path | None = None, *, replace: bool = Fa
 
     Args:
         staging: folder to fill, on the file system of `path`, deleted first if it is there (a killed process left it);
-            None: a hidden folder beside `path`.
+            None: a hidden folder next to `path`.
         replace: delete a folder, or a link, that is at `path`. Otherwise only an empty folder may be there.
     """
     staging = written = staging or path.with_name(f".{path.name}.new")

@@ -1,4 +1,4 @@
-"""BatchNorm: whether a model depends on how its batches are cut, and micro-batches that BatchNorm cannot normalise."""
+"""BatchNorm: whether a model depends on how batches are split, and micro-batches that BatchNorm cannot normalise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"BatchNorm takes tensors of two and more dimensions, and not of {input.dim()}")
+            raise ValueError(f"BatchNorm takes tensors with two or more dimensions, not {input.dim()}")
 
 
 def without_unsupported(model: nn.Module, world: World) -> tuple[nn.Module, list[str]]:
-    """`model` with BatchNorm in place of SyncBatchNorm, where the device of the run cannot run SyncBatchNorm.
+    """`model` with BatchNorm instead of SyncBatchNorm, if the device of the run cannot run SyncBatchNorm.
 
     Parameters and buffers are the same objects with the same names.
 
@@ -42,7 +42,7 @@ def without_unsupported(model: nn.Module, world: World) -> tuple[nn.Module, list
     if not exchanged or world.size == 1:
         return model, []
     what = f"{len(exchanged)} SyncBatchNorm modules cannot run on this device ({world.device.type})"
-    return model, [f"note: {what}: each rank normalises by the statistics of its own micro-batches"]
+    return model, [f"note: {what}: each rank uses the statistics of only its micro-batches"]
 
 
 def batch_norms(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
@@ -56,10 +56,10 @@ def by_batch(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 
 
 def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
-    """A note for the log, where the trained model depends on how BatchNorm's batches are cut.
+    """A note for the log, if the trained model depends on how BatchNorm's batches are split.
 
     BatchNorm's batch is a micro-batch. The batch of SyncBatchNorm is a micro-batch of every rank: it is the global
-    batch, where no rank has more than one micro-batch in a step.
+    batch, if no rank has more than one micro-batch in a step.
 
     Args:
         forward: in training mode.
@@ -70,13 +70,13 @@ def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
     remedy = "Frozen statistics and GroupNorm do not depend on the batch"
     if alone:
         return [
-            f"note: {_modules(alone)} each micro-batch by its own statistics: with another batch.micro or number of "
-            f"ranks, another model is trained. SyncBatchNorm normalises over ranks. {remedy}"
+            f"note: {_modules(alone)} each micro-batch with its own statistics: a different batch.micro or number of "
+            f"ranks trains a different model. SyncBatchNorm normalises over ranks. {remedy}"
         ]
     if norms and parts > 1:
         return [
-            f"note: {_modules(norms)} each of the {parts} parts of a step by its own statistics: with another "
-            f"batch.micro or number of ranks, another model is trained. {remedy}"
+            f"note: {_modules(norms)} each of the {parts} parts of a step with its own statistics: a different "
+            f"batch.micro or number of ranks trains a different model. {remedy}"
         ]
     return []
 
@@ -110,10 +110,10 @@ def check_smallest_micro_batch(
 ) -> None:
     """Before the first step, check that BatchNorm can normalise the smallest micro-batch of the plan.
 
-    It can, where that micro-batch has two samples or more. A single sample is tried, because it may have many values.
+    It can, if that micro-batch has two samples or more. A single sample is tried, because it may have many values.
 
     Args:
-        forward: a `Forward`, in training mode, from `Strategy.inference`. Where it is sharded, all ranks call this.
+        forward: a `Forward`, in training mode, from `Strategy.inference`. If it is sharded, all ranks call this.
         read: returns the batch of one sample, by the sample's index.
 
     Raises:

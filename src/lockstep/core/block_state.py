@@ -27,7 +27,7 @@ class Changes:
     """What a pass has changed, with what was there before."""
 
     places: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    """Dicts in which another object took a place, the name there, and the object before."""
+    """Dicts in which an object was replaced, its name there, and the object before."""
     values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors that were written in place, and copies of their values before."""
     memory: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -92,7 +92,7 @@ class BlockState:
 
     @contextlib.contextmanager
     def noted(self, changes: Changes) -> Generator[None, None, None]:
-        """Around a forward pass. At its end, `changes` has what the pass has changed.
+        """Around a forward pass. Afterwards, `changes` contains what the pass has changed.
 
         Raises:
             TrainingError: the pass has changed what a recomputation could not bring back; names it.
@@ -207,7 +207,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def written_by_pass(module: nn.Module, names: set[str], *, is_compiled: bool) -> Generator[None, None, None]:
-    """Around a forward pass. At its end, `names` has the parameters and buffers that the pass has written.
+    """Around a forward pass. Afterwards, `names` contains the parameters and buffers that the pass has written.
 
     Left out are the statistics of BatchNorm and its relatives.
 

@@ -23,8 +23,8 @@ from lockstep.core.errors import UsageError
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The outermost repeated blocks by name, in the model's order.
 
-    The blocks are the modules that `patterns` match, where patterns are given. Without patterns they are modules of the
-    classes that a Hugging Face model must not split (`_no_split_modules`). Without these, or where each of these is a
+    The blocks are the modules that `patterns` match, if patterns are given. Without patterns they are modules of the
+    classes that a Hugging Face model must not split (`_no_split_modules`). Without these, or if each of these is a
     single layer, they are the members of every `nn.ModuleList` or `nn.Sequential` of two or more modules of one class.
     A module that shares a parameter with the rest of the model is left out: both must use the same tensor.
 
@@ -175,7 +175,7 @@ def _recomputed(
 def _keeps(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     """Keep the results of matrix products, convolutions and attention, as those that torch counts the operations of.
 
-    Attention with dropout is computed again: where it is left out, later dropout would draw other random numbers.
+    Attention with dropout is computed again: if it is left out, later dropout would draw different random numbers.
     """
     packet, schema = getattr(operation, "_overloadpacket", operation), getattr(operation, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
@@ -187,8 +187,8 @@ def _keeps(context: Any, operation: Any, *args: Any, **options: Any) -> Checkpoi
 def _contexts(state: BlockState, device: torch.device, selective: bool) -> tuple[Any, Any]:
     """Contexts of a block's forward pass and of its recomputation.
 
-    torch restores the CPU's generator. It restores that of a GPU only where a positional argument is a tensor on it:
-    a block that is called with keywords alone would draw another dropout. It never restores that of mps.
+    torch restores the CPU's generator. It restores that of a GPU only if a positional argument is a tensor on it:
+    a block that is called with keywords alone would draw a different dropout. It never restores that of mps.
     """
     make: Any = partial(create_selective_checkpoint_contexts, _keeps) if selective else noop_context_fn
     kept, taken = make()
@@ -223,7 +223,7 @@ def _as_in_forward(
 def _call_of(module: nn.Module) -> Callable[..., Any]:
     """The call of a module with its hooks, as a function that torch compiles whatever the class of the module is.
 
-    `Module.compile` compiles nothing where the class is torch's own, such as `nn.Sequential` (torch 2.13).
+    `Module.compile` compiles nothing if the class is torch's own, such as `nn.Sequential` (torch 2.13).
     """
     if not type(module).forward.__module__.startswith("torch."):
         return module._call_impl
@@ -232,7 +232,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         return inside(*args, **options)
 
-    call.__code__ = call.__code__.replace()  # with a cache of its own: torch compiles a code for few modules only
+    call.__code__ = call.__code__.replace()  # with its own cache: torch compiles a code for few modules only
     return call
 
 

@@ -63,7 +63,7 @@ class Run:
     fingerprint: dict[str, Any]
     """Number of samples of the training data, and a digest; see `core.data.fingerprint`."""
     results: dict[str, float]
-    """Results of the evaluation at `first_step`, where the checkpoint has them; else empty."""
+    """Results of the evaluation at `first_step`, if the checkpoint has them; else empty."""
     saved_parts: Mapping[str, Any]
     """The record of the training's Parts in the checkpoint. Empty without a checkpoint."""
     form: Form
@@ -71,7 +71,7 @@ class Run:
     messages: list[str]
     """Lines for the beginning of the log."""
     warnings: list[str]
-    """Warnings that every start of the run shows at its beginning and at its end."""
+    """Warnings that every start of the run shows at the beginning and again at the end."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
     update: Update
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def plan(self) -> StepPlan:
-        """The cut of global batches into micro-batches, as it is now."""
+        """The split of global batches into micro-batches, as it is now."""
         return self.batches.plan
 
     @property
@@ -118,11 +118,11 @@ class Beginning:
     """The weights with which a new training begins. This class leaves those that the task made."""
 
     def load_weights(self, model: nn.Module, world: World) -> list[str]:
-        """Load weights into a model, of which a rank may hold shards. Returns lines for the log."""
+        """Load weights into a model; a rank may hold only shards of it. Returns lines for the log."""
         return []
 
     def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> list[str]:
-        """Load a state of the optimizer, and a loss scale, where there are such. Returns lines for the log."""
+        """Load a state of the optimizer and a loss scale, if there are any. Returns lines for the log."""
         return []
 
 
@@ -142,7 +142,7 @@ def prepare_run(
 
     Args:
         micro_batch: largest number of samples in a forward pass.
-        checkpoint: the checkpoint from which the run goes on. None: a new run.
+        checkpoint: the checkpoint from which the run resumes. None: a new run.
         folder: the run directory.
         beginning: loads the weights with which a new run begins. None: they are the task's.
         order_of: returns what draws the samples of an epoch of the training data. None: an epoch has each sample once.

@@ -31,7 +31,7 @@ class Inside(Training):
     writes: Mapping[str, str] = field(default_factory=dict)
     """By name of a user's Part that has written weights on this rank: the first of them, and the event."""
     left: set[str] = field(default_factory=set)
-    """Events at which this Part needs not be called any more. It may add some."""
+    """Events at which this Part no longer needs to be called. It may add some."""
 
 
 class BuiltInPart(Part):
@@ -41,7 +41,7 @@ class BuiltInPart(Part):
     """True if it reads `Inside.writes`, which takes time with each event of a user's Part."""
 
     def apart(self, what: str) -> AbstractContextManager[None]:
-        """A context around work that is no training, on all ranks.
+        """A context around work on all ranks that is not training.
 
         Args:
             what: `evaluation` or `saving`.

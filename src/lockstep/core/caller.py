@@ -57,7 +57,7 @@ def script() -> Iterator[None]:
 
 
 def words(text: str, asker: str = "Trainer") -> str:
-    """`text` with the arguments of `Trainer` in place of options, unless a command asks.
+    """`text` with the arguments of `Trainer` instead of options, unless a command asks.
 
     Args:
         asker: the class whose arguments are named.
@@ -70,7 +70,7 @@ def words(text: str, asker: str = "Trainer") -> str:
 
 
 def speaks_python(cls: type[T]) -> type[T]:
-    """A class decorator: errors that leave a public method name arguments in place of options; see `words`."""
+    """A class decorator: errors that leave a public method name arguments instead of options; see `words`."""
     for name, value in list(vars(cls).items()):
         if callable(value) and not isinstance(value, type) and (not name.startswith("_") or name == "__init__"):
             setattr(cls, name, _translating(value, cls.__name__))

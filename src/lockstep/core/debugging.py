@@ -33,7 +33,7 @@ def offer_terminal(nproc: int) -> None:
         raise UsageError(f"there is no rank {rank}", where=f"--debug-rank ({RANK})", remedy=remedy)
     if not (sys.stdin and sys.stdin.isatty()):
         raise UsageError(
-            "a debugger needs a terminal, and the input of this command is none",
+            "a debugger needs a terminal, and the input of this command is not one",
             where=f"--debug-rank ({RANK})",
             remedy="run the command in a terminal, without input from a file or a pipe",
         )
@@ -69,11 +69,11 @@ def before_breakpoint(function: Callable[[], object]) -> None:
 
 
 def _nothing(*arguments: object, **options: object) -> None:
-    """The breakpoint of a rank that nobody debugs."""
+    """The breakpoint of a rank that is not debugged."""
 
 
 def is_in_debugger(thread: int) -> bool:
-    """True if a thread of this process stands in a debugger."""
+    """True if a thread of this process is in a debugger."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code.co_filename.replace(os.sep, "/").endswith(_DEBUGGERS):
@@ -83,16 +83,16 @@ def is_in_debugger(thread: int) -> bool:
 
 
 def explanation(error: BaseException) -> LockstepError | None:
-    """The error to raise instead of `error`, where it ended a debugger; None for all other errors."""
+    """The error to raise instead of `error`, if it ended a debugger; None for all other errors."""
     if type(error).__name__ != "BdbQuit":
         return None
     where = this_process.named() or None
     if sys.stdin and sys.stdin.isatty():
-        return LockstepError("the debugger was left", where=where, remedy="in the debugger, c lets the training go on")
+        return LockstepError("the debugger was left", where=where, remedy="in the debugger, c continues the training")
     return UsageError(
         "a breakpoint was reached, and this process has no terminal",
         where=where,
         remedy="run it in a terminal. Of several ranks, --debug-rank 0 (in a script: the variable "
-        "LOCKSTEP_DEBUG_RANK=0) gives rank 0 the terminal. In loader workers, breakpoints work with data.workers=0 "
-        "alone",
+        "LOCKSTEP_DEBUG_RANK=0) gives rank 0 the terminal. In loader workers, breakpoints work only with "
+        "data.workers=0",
     )

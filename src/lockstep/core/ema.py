@@ -23,7 +23,7 @@ def decay_at(update: int, decay: float) -> float:
     polynomial-decay averaging of Shamir and Zhang 2013, arXiv:1212.1824, with their eta = 8 and T = update + 2.
 
     Args:
-        update: number of the update, from 1. It counts from the start of the training, so that a run that goes on has
+        update: number of the update, from 1. It counts from the start of the training, so that a resumed run has
             the decays of a run that was never stopped.
         decay: the largest decay, in [0, 1].
     """
@@ -34,7 +34,7 @@ class Ema:
     """average = d * average + (1 - d) * parameter, after every update n (Polyak and Juditsky 1992), with
     d = min(decay, (1 + n) / (10 + n)); see `decay_at`.
 
-    Each update has the numbers of torch's `get_ema_multi_avg_fn(d)`, bit for bit, where parameters have 32 bits or
+    Each update has the numbers of torch's `get_ema_multi_avg_fn(d)`, bit for bit, if parameters have 32 bits or
     more. Only what trains and has fractions is averaged. Of frozen parameters and of integers, the average is a copy of
     the parameter, so that nothing needs to change when they begin to train. Buffers have no averages, and neither do
     frozen parameters that the model's state, and so each checkpoint, leaves out.
@@ -56,7 +56,7 @@ class Ema:
         self._parameters = {name: each for name, each in named if each.requires_grad or name in state}
         self.tensors: dict[str, Tensor] = {}
         """Averages by name of the parameter, on its device, without gradient; tied parameters once. They have the
-        parameter's dtype, but float32 where that has fewer bits: it would lose most of a step of (1 - decay)."""
+        parameter's dtype, but float32 if that has fewer bits: it would lose most of a step of (1 - decay)."""
         self._inside = False
         groups: dict[tuple[object, ...], list[str]] = {}
         for name, parameter in self._parameters.items():

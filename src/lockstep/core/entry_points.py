@@ -19,7 +19,7 @@ _OWN = "torch-lockstep"
 
 
 class EntryPoint(NamedTuple):
-    """A name that a distribution declares in a group, and the object that it stands for."""
+    """A name that a distribution declares in a group, and the object that it names."""
 
     group: str
     name: str
@@ -64,7 +64,7 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
         if entry.group != group:
             continue
         other = found.setdefault(entry.name, entry)
-        if other.value != entry.value and not other.is_own:  # nobody replaces what Lockstep declares
+        if other.value != entry.value and not other.is_own:  # nothing replaces what Lockstep declares
             what = f"{entry.name!r} is declared twice, as {other.value} and as {entry.value}"
             raise UsageError(what, where=f"{other.origin}, {entry.origin}", remedy="uninstall one of them")
     return dict(sorted(found.items(), key=lambda item: (not item[1].is_own, item[0])))

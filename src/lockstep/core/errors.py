@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from lockstep.core.code_files import LOCKSTEP, PYTHON, is_own_code, library_of
 
 SKIP = (
-    "set data.on_error=skip to go on without it (a run that has begun: with --allow-change data.on_error; predict: "
+    "set data.on_error=skip to continue without it (a run that has begun: with --allow-change data.on_error; predict: "
     "--on-error skip)"
 )
 """The end of a remedy for a sample that cannot be read."""
@@ -34,7 +34,7 @@ class LockstepError(Exception):
     retryable = False
     """True if the same command may succeed the next time. Then a launcher starts the ranks again."""
     retries_differently = False
-    """True if the next start does the same step in another way, so that a second failure at this step is another
+    """True if the next start does the same step in a different way, so that a second failure at this step is another
     failure."""
     from_outside = False
     """True if something outside of the training caused it: a signal, a GPU, another rank. Otherwise the ranks of a new
@@ -84,14 +84,14 @@ class MemoryShortage(TrainingError):
 
 
 class DeviceError(LockstepError):
-    """A GPU reported an error. The process in which it did so cannot use the GPU any more."""
+    """A GPU reported an error. The process that got the error can no longer use the GPU."""
 
     from_outside = True
-    retryable = True  # `core.parallel.device_errors` sets it to False where the same step would fail again
+    retryable = True  # `core.parallel.device_errors` sets it to False if the same step would fail again
 
 
 class CheckpointError(LockstepError):
-    """A checkpoint that is missing or damaged, or belongs to another model."""
+    """A checkpoint that is missing or damaged, or belongs to a different model."""
 
 
 class RankError(LockstepError):

@@ -35,7 +35,7 @@ _EVALUATION = 0xE7A1  # a word of the seeds of evaluations: they differ from the
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """Stands in the place of an output, where the sample could not be read."""
+    """Replaces an output, if the sample could not be read."""
 
     what: str
     """The fault, and the file of the sample."""
@@ -65,15 +65,15 @@ def evaluate(
 
     Args:
         forward: a `Forward`, see `Strategy.inference`.
-        tick: called after each of this rank's micro-batches, of which all ranks have equally many.
-        show: called on rank 0, where there are metrics or outputs to show.
+        tick: called after each of this rank's micro-batches; all ranks have equally many.
+        show: called on rank 0, if there are metrics or outputs to show.
         show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
-            be read or have no output, and all samples where the output has no part for each sample.
+            be read or have no output, and all samples if the output has no part for each sample.
         worst: collects the samples whose outputs are most wrong. `show` is called after that.
 
     Returns:
-        `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
-        (unreadable and left out). An empty data set has only `samples` and `bad`. Where `plan` has a limit, there is
+        `loss`, `loss/<head>` if there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
+        (unreadable and left out). An empty data set has only `samples` and `bad`. If `plan` has a limit, there is
         also `of_samples`: the size of the data set.
     """
     tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
@@ -192,7 +192,7 @@ def predict_each(
     """The task's output for each sample of `plan`, as soon as it is known. All ranks iterate to the end.
 
     Ranks take the micro-batches in turn, and rank 0 collects the outputs after each turn. So no rank holds more outputs
-    than those of a turn; where samples have lengths, rank 0 may hold those of a window, see `EvaluationPlan.in_turns`.
+    than those of a turn; if samples have lengths, rank 0 may hold those of a window, see `EvaluationPlan.in_turns`.
 
     Args:
         finish: is called on the rank that computed the output. Default: the output itself, on the CPU.
@@ -223,17 +223,18 @@ def predict_each(
 def measure(
     task: Task, forward: nn.Module, micro_batch: MicroBatch, *, precision: Precision, wants_output: bool
 ) -> tuple[dict[str, Tensor], Any]:
-    """The loss sums of a micro-batch by head, and the output, where it is wanted. A single loss is the head `loss`.
+    """The loss sums of a micro-batch by head, and the output, if it is wanted. A single loss is the head `loss`.
 
     Raises:
-        TrainingError: the losses are no scalar tensors, or have other heads than the units; or the output is None.
+        TrainingError: the losses are not scalar tensors, or their heads differ from those of the units; or there is no
+            output.
     """
 
     def call(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         losses, output = strategy.split_output(task.loss(model, batch)) if has_loss else ({}, None)
         return losses, predicted(task, model, batch) if output is None and wants_output else output
 
-    has_loss = not needs_global_batch(task)  # that loss depends on which samples stand together
+    has_loss = not needs_global_batch(task)  # that loss depends on which samples are in one batch
     with precision.autocast():
         losses, output = forward(micro_batch.batch, call)
     if not has_loss:
@@ -269,7 +270,7 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     sample; a dataclass gives mappings. A list must hold an item for each sample. None gives None for each sample.
 
     Args:
-        name: name of `output` inside the output of which it is a part; for errors.
+        name: name of `output` inside the whole output; for errors.
 
     Raises:
         DataError: a part of the output has no part for each sample; names it.

@@ -16,7 +16,7 @@ class EvaluationProgress:
     Args:
         tell: takes a line.
         ranks: ranks that share the samples.
-        name: of the evaluation data, where there are several.
+        name: of the evaluation data, if there are several.
     """
 
     def __init__(self, tell: Callable[[str], None], plan: EvaluationPlan, ranks: int, name: str = "") -> None:

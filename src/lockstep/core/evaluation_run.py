@@ -76,7 +76,7 @@ class Report(Viewer):
         self.write = write
 
     def samples(self, evaluated: EvaluationData) -> Sequence[int]:
-        """The same samples for every number of ranks. None, where the presenter has no report of its own."""
+        """The same samples for every number of ranks. Empty if the presenter does not override `report`."""
         return () if is_default(task_checks.presenter(evaluated.task).report) else evaluated.plan.first(_SHOWN)
 
     def show(self, found: Findings) -> None:

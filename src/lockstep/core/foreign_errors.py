@@ -41,8 +41,8 @@ def optional(
     """A module of a package that Lockstep does not always need.
 
     Args:
-        what: what cannot be done without it. Empty: the error of the import is told.
-        kind: of the error that is raised if it cannot be imported.
+        what: what cannot be done without it. Empty: the message is the error of the import.
+        kind: class of the error that is raised if it cannot be imported.
     """
     try:
         return importlib.import_module(module)

@@ -46,7 +46,7 @@ class Foreign(Task):
 
 
 class Clock(Part):
-    """How far the training is, for code that asks. It keeps no state: the training tells it."""
+    """How far the training is, for code that asks. It keeps no state: the training sets it."""
 
     def __init__(self) -> None:
         self.step, self.steps_per_epoch, self.last_step = 0, 1, 0
@@ -62,7 +62,7 @@ class Clock(Part):
 def with_implied(config: RunConfig, implied: Mapping[str, Any]) -> RunConfig:
     """`config`, with the values of `implied` for keys that it does not set.
 
-    Of keys that exclude each other, such as `train.epochs` and `train.steps`, none is taken where the config sets one.
+    If keys exclude each other, such as `train.epochs` and `train.steps`, and the config sets one, none is taken.
 
     Raises:
         UsageError: a value of the config and a value of the code exclude each other.
@@ -79,7 +79,7 @@ def with_implied(config: RunConfig, implied: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        text = "\n  ".join(["the config and what the code says do not fit together:", *faults])
+        text = "\n  ".join(["the config does not match what the code says:", *faults])
         said = ", ".join(f"{path}={value!r}" for path, value in sorted(implied.items()))
         raise UsageError(text, remedy=f"change the key, or set the other one; the code says {said} ({DOCS})") from error
 
@@ -101,7 +101,7 @@ def users_line() -> str:
 
 
 def line_with(function: Any, text: str) -> str:
-    """File and line at which the code of a function has `text`; the function's first line where it does not."""
+    """File and line at which the code of a function has `text`; the function's first line if it does not."""
     first = line_of(function)
     path, _, number = first.rpartition(":")
     lines = linecache.getlines(path) if number.isdigit() else []
@@ -137,4 +137,4 @@ def raise_all(errors: Sequence[UsageError]) -> None:
         raise errors[0]
     if errors:
         texts = [str(error).replace("\n", "\n  ") for error in errors]
-        raise UsageError("\n  ".join([f"{len(errors)} things stand in the way:", *texts])) from errors[0]
+        raise UsageError("\n  ".join([f"{len(errors)} things prevent this:", *texts])) from errors[0]

@@ -30,7 +30,7 @@ def agree(known: HeadNames | None, names: HeadNames, *, method: str, world: Worl
     Args:
         known: the heads that the ranks agreed on before. None: the ranks have not agreed yet. Then all ranks call this
             function at the same time, because it gathers the names.
-        names: heads that `method` returned on this rank, sorted; empty where `method` returned None.
+        names: heads that `method` returned on this rank, sorted; empty if `method` returned None.
         method: method of the task that returned the heads, for the error message.
 
     Returns:

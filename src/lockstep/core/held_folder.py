@@ -1,4 +1,4 @@
-"""A folder that is held open, so that a run notices when another folder takes its place."""
+"""A folder that is held open, so that a run notices when a different folder takes its place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeldFolder:
             self._handle = None
 
     def anchored(self, path: Path) -> Path:
-        """A path to the same file below the held folder, even if another folder takes its place in between.
+        """A path to the same file below the held folder, even if a different folder takes its place in between.
 
         It is `path` itself if the system has no paths by descriptor.
         """
@@ -59,15 +59,15 @@ class HeldFolder:
         except FileNotFoundError:
             found = None
         except OSError as error:
-            raise self._error(f"cannot be read any more: {error.strerror}") from error
+            raise self._error(f"can no longer be read: {error.strerror}") from error
         if found is None:
-            raise self._error("is not there any more")
+            raise self._error("no longer exists")
         if not os.path.samestat(held, found):
-            raise self._error("is another folder now")
+            raise self._error("is now a different folder")
 
     def _error(self, what: str) -> TrainingError:
         now = self._place()
-        whereto = f"; the folder in which this run began is {now} now" if now else "; it was moved or deleted"
+        whereto = f"; the folder that this run began in is now {now}" if now else "; it was moved or deleted"
         back = f"move {now} back to {self.path}, or give it as --run-dir" if now else f"bring {self.path} back"
         return TrainingError(
             f"the run directory {what}{whereto}. Nothing more is saved there",
@@ -77,7 +77,7 @@ class HeldFolder:
         )
 
     def _place(self) -> str | None:
-        """Where the held folder is now. None: it was deleted, or the system does not tell."""
+        """Where the held folder is now. None: it was deleted, or the system does not report it."""
         assert self._handle is not None
         with contextlib.suppress(OSError):
             place = os.readlink(f"/proc/self/fd/{self._handle}")

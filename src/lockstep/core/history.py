@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 def result_name(name: str) -> str:
     """`name`, if it is the name of a result of an evaluation. Raises ValueError, for pydantic."""
     if not re.fullmatch(r"eval/\S+", name):
-        raise ValueError(f"{name!r} is no result of an evaluation; write `eval/NAME`, such as `eval/loss`")
+        raise ValueError(f"{name!r} is not a result of an evaluation; write `eval/NAME`, such as `eval/loss`")
     return name
 
 
@@ -39,8 +39,8 @@ class History:
 
         Args:
             results: step and result of each evaluation.
-            metric: of which the results are. None: there are none.
-            key: of the config, for messages.
+            metric: the metric of the results. None: there are no results.
+            key: the key of the config, for messages.
 
         Returns:
             messages for the log.

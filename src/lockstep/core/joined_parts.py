@@ -1,4 +1,4 @@
-"""The Parts of a training: calls them at their events, hears their requests, and keeps their states.
+"""The Parts of a training: calls them at their events, handles their requests, and keeps their states.
 
 All ranks call each method after the same step. A method that no Part needs costs nothing.
 """
@@ -70,7 +70,7 @@ class JoinedParts:
         last_step, steps_per_epoch, folder: see `Training`.
 
     Raises:
-        UsageError: two Parts have the same name, or something else is no Part.
+        UsageError: two Parts have the same name, or an object is not a Part.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class JoinedParts:
     # ---- events
 
     def start(self) -> None:
-        """Before the first step of this start. Where a Part needs gradients, the optimizer calls `before_update`."""
+        """Before the first step of this start. If a Part needs gradients, the optimizer calls `before_update`."""
         if not self.has_started:
             self.has_started = True
             self.call("start")
@@ -172,12 +172,12 @@ class JoinedParts:
             yield
 
     def set_last_step(self, step: int) -> None:
-        """Tell the Parts that the training ends at another step."""
+        """Inform the Parts that the training ends at a different step."""
         for training in self._trainings.values():
             training.last_step = step
 
     def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
-        """The value that a method of a Part returns. None where the Part has failed."""
+        """The value that a method of a Part returns. None if the Part has failed."""
         if name in self.left_out:
             return None
         part, model = self._all[name], self.state.strategy.unwrapped.model
@@ -194,7 +194,7 @@ class JoinedParts:
                     self.writes.setdefault(name, f"{written} in {method}")
                 fault = changes.restore_groups()
             if has_changed and not fault:
-                fault = "it left the model in another mode; call training.model.train() at its end"
+                fault = "it left the model in a different mode; end it with training.model.train()"
             if fault:
                 raise RuntimeError(fault)
             return value
@@ -210,10 +210,10 @@ class JoinedParts:
             what = f"the Part {name} failed in {method}: {type(error).__name__}: {error}"
             where = f"step {self.state.step}, rank {self.state.world.rank}, {line}"
             if part.required:
-                remedy = "correct the Part; or, where the training can do without it, give it required = False"
+                remedy = "correct the Part; or, if the training can do without it, give it required = False"
                 raise TrainingError(what, where=where, remedy=remedy) from error
             self.left_out.add(name)
-            text = f"warning: {where}: {what}; the training goes on without this Part"
+            text = f"warning: {where}: {what}; the training continues without this Part"
             self.lines(text)
             if self.state.world.rank:  # the logs are those of rank 0
                 print(text, file=sys.stderr, flush=True)
@@ -256,7 +256,7 @@ class JoinedParts:
     # ---- states
 
     def saved(self) -> dict[str, Any]:
-        """The record of the Parts in a checkpoint, as JSON: equal on all ranks. Empty where there are no Parts.
+        """The record of the Parts in a checkpoint, as JSON: equal on all ranks. Empty if there are no Parts.
 
         Raises:
             TrainingError: a state cannot be saved, or the ranks have different states.
@@ -272,11 +272,11 @@ class JoinedParts:
                 states[name] = nested.encode(value)
             except nested.NotSavedError as error:
                 if not self.by_name[name].required:
-                    continue  # `_alike` says so
+                    continue  # `_alike` reports it
                 remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
                 what = f"the state cannot be saved: {error}"
                 raise TrainingError(what, where=f"{name}.state_dict", remedy=remedy) from error
-        if self._stateful():  # on all ranks alike, also where a Part has failed
+        if self._stateful():  # on all ranks alike, also if a Part has failed
             states = self._alike(states)
         return {"states": states, "ended": self.ended}
 
@@ -296,9 +296,9 @@ class JoinedParts:
             where = f"{name}.state_dict, step {self.state.step}"
             if self.by_name[name].required:
                 raise TrainingError(
-                    f"rank {rank} has another state than rank 0, whose state would be saved",
+                    f"rank {rank} has a different state from rank 0, whose state would be saved",
                     where=where,
-                    remedy="bring together in before_save what differs by rank, with training.gather or "
+                    remedy="in before_save, combine what differs by rank, with training.gather or "
                     "training.all_sum; or change the state on all ranks, and only print or write on rank 0",
                 )
             if name not in self.unsaved:
@@ -306,9 +306,9 @@ class JoinedParts:
                 what = (
                     "has failed, or its state cannot be saved,"
                     if found[rank] is None
-                    else "has another state than rank 0"
+                    else "has a different state from rank 0"
                 )
-                self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is not saved any more")
+                self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is no longer saved")
         return {name: value for name, value in states.items() if name not in self.unsaved}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:
@@ -326,7 +326,7 @@ class JoinedParts:
             if name in states:
                 self._attempt(name, "load_state_dict", nested.decode(states[name], self.state.world.device))
             else:
-                notes.append(f"note: the checkpoint has no state of the Part {name}, which begins anew")
+                notes.append(f"note: the checkpoint has no state of the Part {name}, which starts from the beginning")
         for name in states.keys() - self.by_name.keys():
             notes.append(f"note: the checkpoint's state of {name} is left out, because there is no Part of this name")
         ended = saved.get("ended")
@@ -351,7 +351,7 @@ def check(parts: Sequence[Part]) -> None:
     for part in parts:
         if not isinstance(part, Part):
             raise UsageError(
-                f"{_kind(part)} is no Part", where="parts", remedy="give objects of subclasses of lockstep.Part"
+                f"{_kind(part)} is not a Part", where="parts", remedy="give objects of subclasses of lockstep.Part"
             )
         if label(part) in names:
             what = f"two Parts have the name {label(part)!r}"

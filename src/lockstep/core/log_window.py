@@ -34,7 +34,7 @@ class Times(NamedTuple):
     waits: list[float]
     """By rank: waiting for data."""
     alone: list[float]
-    """By rank: computing before gradients were exchanged. 0 where this is unknown."""
+    """By rank: computing before gradients were exchanged. 0 if this is unknown."""
     total: float
     """The sum over ranks of all seconds of these steps."""
 
@@ -105,7 +105,7 @@ class LogWindow:
             self.saving_s += passed if saving else 0.0
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds since the window began: waiting for data, computing before gradients were exchanged, and in all.
+        """Seconds since the window began: waiting for data, computing before gradients were exchanged, and in total.
 
         Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
         queued is not done, and while the host waits for data, the device may still compute.
@@ -117,7 +117,7 @@ class LogWindow:
         return sum(waits), alone, time.perf_counter() - self.begun - self.excluded_s
 
     def _alone_s(self, result: StepResult) -> float:
-        """Seconds for which this rank computed in a step before gradients were exchanged; 0 where this is unknown."""
+        """Seconds that this rank computed in a step before gradients were exchanged; 0 if this is unknown."""
         if len(result.marks) != 2 or result.waits is None:
             return 0.0
         waits = sum(self.device.seconds_between(*marks) for marks in result.waits)
@@ -183,8 +183,8 @@ class LogWindow:
         """Close an epoch and begin a new epoch. All ranks call it after the same step, if `sums_epochs`.
 
         Returns:
-            `loss`, and `loss/<head>` where there are several heads: means over the units of all steps since the last
-            call, on all ranks. Then the metrics of the same steps. Empty where there was no unit.
+            `loss`, and `loss/<head>` if there are several heads: means over the units of all steps since the last
+            call, on all ranks. Then the metrics of the same steps. Empty if there was no unit.
         """
         self._add_to_epoch()
         sums, units = self.epoch_sums, self.epoch_units
@@ -256,7 +256,7 @@ class LogWindow:
 
 
 def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-    """Of some steps: the loss sums of this rank's micro-batches by head, and the units of all ranks by head."""
+    """Sums over some steps: the losses of this rank's micro-batches by head, and the units of all ranks by head."""
     sums: dict[str, list[Tensor]] = {}
     units: dict[str, float] = {}
     for result in results:

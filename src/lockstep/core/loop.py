@@ -106,7 +106,7 @@ def steps(
     It is a generator: it yields each step that is to be made, and is sent the result.
 
     A due checkpoint is saved before the evaluation of the same step: an evaluation that fails loses nothing. The state
-    is also saved before the first evaluation of this process, because nobody has seen that evaluation succeed.
+    is also saved before the first evaluation of this process, because that evaluation may fail.
 
     Args:
         batches: this rank's micro-batches, step by step.
@@ -115,7 +115,7 @@ def steps(
         consensus: says on all ranks alike whether a rank was asked to stop.
         evaluate: evaluates the model; returns results by name.
         keeper: keeps the states. None: nothing is kept.
-        evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
+        evaluated: results of the evaluation at `state.step`, if the run resumes from a checkpoint that has them.
         stopping: decides after each evaluation whether the training ends there, and before each step whether that step
             is the last, because the time is up. What happens after the last step then happens, too.
 
@@ -195,7 +195,7 @@ class _Loop:
         return True
 
     def evaluate_late(self) -> None:
-        """Evaluate before the first step, where the run was stopped between a step and its evaluation."""
+        """Evaluate before the first step, if the run was stopped between a step and its evaluation."""
         step, intervals = self.state.step, self.intervals
         has_ended = self.stopping.time_is_up(0.0) or self.parts.ended  # then it is evaluated, too
         end = step if has_ended else self.stop
@@ -264,7 +264,7 @@ class _Loop:
             self.log.entry_of_parts()
 
     def save_unsaved(self) -> None:
-        """Save the state, where it was not saved after the last step."""
+        """Save the state if it was not saved after the last step."""
         if self.saved_at < self.state.step:
             self.log.window.check_finite()
             self.save({})
@@ -283,7 +283,7 @@ class _Loop:
         self.saved_at, self.saved_s = self.state.step, self.consensus.elapsed_s
 
     def evaluate(self, due: _Due) -> None:
-        """Evaluate after a step. Where its results end the training, also do what else follows a last step."""
+        """Evaluate after a step. If its results end the training, also do what else follows a last step."""
         with self.log.window.excluded():
             results = self._evaluated(is_saved=due.save)
         self.has_evaluated = True
@@ -308,7 +308,7 @@ class _Loop:
         return _Due(log=True, save=True, evaluate=evaluates)
 
     def _evaluated(self, *, is_saved: bool) -> dict[str, float]:
-        """Evaluate, and write an entry of the results. Where the evaluation fails, the error says what is saved."""
+        """Evaluate, and write an entry of the results. If the evaluation fails, the error says what is saved."""
         state, heartbeat = self.state, self.state.world.heartbeat
         phase, begun = heartbeat.phase, time.perf_counter()
         heartbeat.enter(Phase.EVALUATING)
@@ -349,7 +349,7 @@ def check_any_update(state: TrainState) -> None:
     raise TrainingError(
         f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the initial weights",
         where="end of training",
-        remedy=f"{'; or '.join(causes)}. Then start anew with --fresh",
+        remedy=f"{'; or '.join(causes)}. Then start again with --fresh",
     )
 
 
@@ -357,7 +357,7 @@ def set_training_mode(strategy: Strategy) -> list[str]:
     """Put a model into training mode.
 
     Returns:
-        a note, where a part of the model was in evaluation mode although the whole was in training mode.
+        a note, if a part of the model was in evaluation mode although the whole model was in training mode.
     """
     modes = {name: module for name, module in strategy.unwrapped.model.named_modules() if not module.training}
     strategy.forward.train()

@@ -1,6 +1,6 @@
 """Merge the metric states of all ranks, so that the metric on N ranks is the metric on one rank.
 
-torchmetrics' own synchronisation is not used. It needs states of equal shapes on every rank, and breaks or hangs where
+torchmetrics' own synchronisation is not used. It needs states of equal shapes on every rank, and breaks or hangs if
 a rank has no samples. For metrics that keep a mean it also computes a mean of means.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import MetricsUpdate
 
 State = tuple[int, dict[str, Any]]
-"""Of a metric: the number of its updates, and its state by name."""
+"""For one metric: the number of its updates, and its state by name."""
 _MERGE_AGAIN = ("sum", "mean", "max", "min")  # reductions of torchmetrics that take their own result, too
 
 
@@ -60,7 +60,7 @@ def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], 
 
     Returns:
         the numbers by name, as `flatten` names them, on every rank; and the values as the metrics computed them, on
-        rank 0 only. Both are empty where no rank saw a sample.
+        rank 0 only. Both are empty if no rank saw a sample.
     """
     gathered = world.gather_once(states(metrics))
     values: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def parts_of(metrics: MetricCollection | Metric) -> list[Metric]:
 
     parts = [module for module in metrics.modules() if isinstance(module, Metric)]
     for part in parts:
-        part.distributed_available_fn = bool  # False: `compute` runs on rank 0 alone: it must not wait for other ranks
+        part.distributed_available_fn = bool  # False: `compute` runs only on rank 0: it must not wait for other ranks
     return parts
 
 
@@ -142,7 +142,7 @@ def _is(name: str, reduction: Any) -> bool:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """`tensor` on the CPU, copied where it is a small view of a large storage: pickle writes the whole storage."""
+    """`tensor` on the CPU, copied if it is a small view of a large storage: pickle writes the whole storage."""
     plain = tensor.detach().cpu()
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
 

@@ -22,7 +22,7 @@ _FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizer
 
 
 class Group(Section):
-    """A group of parameters with a learning rate and a weight decay of its own."""
+    """A group of parameters with its own learning rate and weight decay."""
 
     name: str
     """Name of the group in the log."""
@@ -30,7 +30,7 @@ class Group(Section):
     """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it; a tied
     parameter by any of its names."""
     ndim: PositiveInt | None = None
-    """Only parameters with so many dimensions: 2 for matrices. None: any."""
+    """Only parameters with this number of dimensions: 2 for matrices. None: any."""
     lr: PositiveFloat | None = None
     """None: `optim.lr`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -43,7 +43,7 @@ class Group(Section):
     @model_validator(mode="after")
     def _args_have_an_optimizer(self) -> Group:
         if self.args and self.optimizer is None:
-            raise ValueError("args are for a group with an `optimizer` of its own; without it, `optim.args` count")
+            raise ValueError("args are for a group with its own `optimizer`; without it, `optim.args` count")
         return self
 
     def takes(self, names: Sequence[str], parameter: Any) -> bool:
@@ -65,7 +65,7 @@ class OptimConfig(Section):
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Growth of the learning rate with batch.global / reference_batch."""
     reference_batch: PositiveInt = 32
-    """Global batch for which `lr` is meant, in samples."""
+    """Global batch that `lr` is meant for, in samples."""
     fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None
     """True if a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -96,17 +96,17 @@ def build_optimizer(
 
     The first group that matches a parameter takes it. The other parameters form the group `default`. Frozen parameters
     are in their group from the start, so that no group changes when they begin to train: an optimizer skips parameters
-    without a gradient. Each group keeps its `name` and its `base_lr`, which schedules multiply. Groups with optimizers
-    of their own are trained by these: the result is then an `Optimizers`.
+    without a gradient. Each group keeps its `name` and its `base_lr`, which schedules multiply. If groups have their
+    own optimizers, these train them, and the result is an `Optimizers`.
 
-    `optim.layer_decay` divides groups without a learning rate of their own by depth. Parameters n levels below the top
+    `optim.layer_decay` divides groups without their own learning rate by depth. Parameters n levels below the top
     learn at lr * layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark et al. 2020,
     arXiv:2003.10555). The levels are: all that comes before the first block, each block, and all that comes after the
     last block.
 
     Args:
         scale: factor on all learning rates.
-        fuses_adam: Adam and AdamW use their fused kernel, where it can update all parameters and the config leaves the
+        fuses_adam: Adam and AdamW use their fused kernel, if it can update all parameters and the config leaves the
             choice.
         blocks: names of the model's repeated blocks, in the model's order; for `optim.layer_decay`.
         make: `Task.optimizer`. It may make the optimizer of the groups, instead of the config.

@@ -24,7 +24,7 @@ _REFUSED = {
 }
 """Classes of torch.optim, and why they cannot train."""
 # Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
-# another model.
+# a different model.
 NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
 _NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 _UPDATE = 2**32  # a word of seeds that no rank is
@@ -33,7 +33,7 @@ _ROWS = (130, 33, 97)
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, which step as one.
+    """Several optimizers that step as one. Each has its own parameters.
 
     `param_groups` and `state` are those of all members: the same objects, not copies.
     """
@@ -130,7 +130,7 @@ def check_arguments(kind: type, args: Mapping[str, Any], *, decays: bool, where:
     allowed = [name for name in parameters if name not in ("params", "lr", "weight_decay")]
     for name in args:
         if name in ("lr", "weight_decay"):
-            raise UsageError(f"{name} has a key of its own", where=f"{where}.args.{name}", remedy=f"set {where}.{name}")
+            raise UsageError(f"{name} has its own key", where=f"{where}.args.{name}", remedy=f"set {where}.{name}")
         if name not in allowed and not takes_all:
             remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
             raise UsageError(f"{class_name} takes no argument {name!r}", where=f"{where}.args.{name}", remedy=remedy)
@@ -152,7 +152,7 @@ def _digest_of(kind: Any) -> str:
 
 
 def code_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """SHA-256 of the source of each class of an optimizer that lies in a file which the config names."""
+    """SHA-256 of the source of each class of an optimizer from a file that the config names."""
     kinds: list[Any] = [type(member) for member in members(optimizer)]
     return {kind.__name__: _digest_of(kind) for kind in kinds if kind.__module__.startswith(plugins.NAMED_PREFIX)}
 
@@ -192,7 +192,7 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def like(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], given: Mapping[str, Any]
 ) -> torch.optim.Optimizer | None:
-    """An optimizer of the same class. None where a class that is not torch's takes other arguments than its options."""
+    """An optimizer of the same class. None if a class that is not torch's takes other arguments than its options."""
     make: Any = type(optimizer)
     try:
         made: torch.optim.Optimizer = make(parameters, **given)
@@ -223,11 +223,11 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         return
     whole, parts = (_updated(optimizer, cuts) for cuts in (_ROWS[:1], _ROWS[1:]))
     if whole is None:
-        what = f"{kind.__name__} may need whole matrices: its options do not say how to make another to try it"
+        what = f"{kind.__name__} may need whole matrices: its options do not say how to make a second one for a test"
         raise UsageError(what, where="optim.name", remedy=remedy)
     if parts is None or not torch.equal(whole, parts):
         what = (
-            f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix in another way than "
+            f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix differently than "
             "the whole"
         )
         raise UsageError(what, where="optim.name", remedy=remedy)
@@ -278,7 +278,7 @@ def given(make: Make, groups: list[dict[str, Any]], *, scale: float) -> torch.op
 
 
 def complete(made: torch.optim.Optimizer, *, scale: float, where: str) -> None:
-    """Give each group of an optimizer a `name` of its own and a `base_lr`, where its class has formed other groups.
+    """Give each group of an optimizer a unique `name` and a `base_lr`, if its class has formed different groups.
 
     Args:
         scale: factor on the learning rates of groups without a `base_lr`.

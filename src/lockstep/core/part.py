@@ -1,7 +1,7 @@
-"""`Part`: what a user adds to a training, such as a message, a figure of the log, or a stop of one's own.
+"""`Part`: what a user adds to a training, such as a message, a logged figure, or a rule to stop.
 
 A Part is called at events between the steps, and once within a step, when the gradients are complete. None runs between
-micro-batches. This module imports no torch, and knows neither the loop nor files.
+micro-batches. This module imports no torch, and depends neither on the loop nor on files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN_NAMES = ("train", "eval", "time", "memory", "data")
 
 @dataclass
 class Training:
-    """The view that a Part has of a training, and its requests to it. Each Part has one of its own, for all events.
+    """The view that a Part has of a training, and its requests to it. Each Part has its own, for all events.
 
     Figures of the training are the same on all ranks. Read them; only `before_update` may change gradients.
     """
@@ -38,12 +38,12 @@ class Training:
     ranks: int
     """Number of processes."""
     is_sharded: bool
-    """True if each rank has another part of the parameters and gradients, as with FSDP. Otherwise all have the same."""
+    """True if each rank has its own shard of parameters and gradients, as with FSDP. Otherwise all have the same."""
     last_step: int
     """The step at which the training ends, unless something ends it earlier."""
     steps_per_epoch: int
     folder: Path
-    """The run directory. A Part may write files of its own there, on rank 0."""
+    """The run directory. A Part may write its own files there, on rank 0."""
     results: Mapping[str, float]
     """The last value of everything logged, such as `train/loss` and `eval/accuracy`."""
     step: int = 0
@@ -67,7 +67,7 @@ class Training:
         """Add a number to the next entry of the log. The value of rank 0 counts; of several values the last.
 
         In `log_entry` and `after_evaluation`, the next entry is the entry of this event. What is logged after the last
-        entry of the training gets an entry of its own. A tensor on a GPU is read when the entry is written.
+        entry of the training gets its own entry. A tensor on a GPU is read when the entry is written.
 
         Args:
             name: such as `gradients/zero`. `train`, `eval`, `time`, `memory` and `data` are Lockstep's own first parts.
@@ -87,7 +87,7 @@ class Training:
     def request_stop(self, reason: str) -> None:
         """End the training early, on all ranks after the same step. One rank that asks is enough.
 
-        What happens after a last step then happens: the state is saved, and evaluated where the training has
+        What happens after a last step then happens: the state is saved, and evaluated if the training has
         evaluations. The same command does not train on, unless the Part is left out.
 
         In `log_entry` and `after_evaluation` the step of the event is the last: a decision there is the same however
@@ -115,7 +115,7 @@ class Training:
 
         Raises:
             RuntimeError: the Part has `required = False`. It is left out on a rank on which it failed, and the other
-                ranks would wait for this rank for ever.
+                ranks would wait for this rank forever.
         """
         if self._gather is None:
             raise RuntimeError("a Part with required=False may not communicate: give it required=True")
@@ -133,7 +133,7 @@ class Part:
     Part does not know the other Parts. It does not change the weights, the model's structure or the optimizer.
     What only people see, such as a message, is done on rank 0: `if training.rank == 0`.
 
-    After a crash a training goes on from its last checkpoint, and steps after it are made again, with their events. So
+    After a crash a training resumes from its last checkpoint, and repeats the steps after it, with their events. So
     an event may come a second time; the state is that of the checkpoint.
     """
 
@@ -144,7 +144,7 @@ class Part:
     more on the rank where it failed. Such a Part cannot communicate (`gather`, `all_sum`)."""
 
     def start(self, training: Training) -> None:
-        """Before the first step of this start, after the state was loaded. Not where the run is complete already."""
+        """Before the first step of this start, after the state was loaded. Not if the run is complete already."""
 
     def before_step(self, training: Training) -> None:
         """A step is about to begin: its samples are there. All that follows the step before is done, such as a save."""
@@ -152,7 +152,7 @@ class Part:
     def before_update(self, training: Training) -> None:
         """The gradients of a step are complete, and the optimizer has not used them; see `Training.gradients`.
 
-        They may be changed in place, on all ranks alike. The event is left out where an update is: where fp16
+        They may be changed in place, on all ranks alike. The event is left out if an update is: if fp16
         overflowed, or the global batch has no unit. It must not communicate on a part of the ranks.
         """
 
@@ -172,7 +172,7 @@ class Part:
         """The training has reached its end, and all is saved. Not after a signal, and not after a failure."""
 
     def state_dict(self) -> Any:
-        """The state that a training that goes on needs: numbers, texts, tensors, and nested lists and dicts of these.
+        """The state that a resumed training needs: numbers, texts, tensors, and nested lists and dicts of these.
 
         It is called when the state is saved, and after an evaluation. All ranks must return the same, because the state
         of rank 0 is kept. It is kept in manifest.json, and should be small: at most some thousands of numbers.
@@ -180,7 +180,7 @@ class Part:
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` returned, on every rank, also of a training on another number of ranks."""
+        """Take what `state_dict` returned, on every rank, also of a training on a different number of ranks."""
 
 
 def label(part: Part) -> str:
@@ -189,5 +189,5 @@ def label(part: Part) -> str:
 
 
 def overrides(part: Part, method: str) -> bool:
-    """True if a Part has a method of its own, and so needs this event."""
+    """True if a Part overrides a method, and so needs this event."""
     return getattr(type(part), method) is not getattr(Part, method)

@@ -25,7 +25,7 @@ class Changes:
         """Bring the groups back to what they were.
 
         Returns:
-            how they had changed, and what to use in place of it; empty if they had not.
+            how they had changed, and what to use instead; empty if they had not.
         """
         what = ""
         added = [group for group in self.optimizer.param_groups if not any(group is one for one, _, _ in self.groups)]
@@ -41,7 +41,7 @@ class Changes:
                 values = "" if key == "params" else f" from {before.get(key)!r} to {group.get(key)!r}"
                 what = f"it changed {key} of the optimizer's group {before.get('name')!r}{values}. Learning rates are "
                 what += "those of the schedule: use schedule.name=FILE.py:FUNCTION or Task.schedule. Other settings "
-                what += "may be changed by the optimizer itself: use a class of your own (optim.name=FILE.py:CLASS)"
+                what += "may be changed by the optimizer itself: use your own class (optim.name=FILE.py:CLASS)"
             group.clear()
             group.update(before | {"params": before["params"]})
             group["params"][:] = parameters

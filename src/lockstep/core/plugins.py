@@ -36,7 +36,7 @@ def import_file(path: Path, *, prefix: str, where: str, is_main: bool = False) -
         where: what errors call the file.
         is_main: whether the run is about this file. The folder of the main file stays first in `sys.path`; other
             folders go to the end. A main file in a package is executed at each call, too; other files in packages are
-            not, because they may hold classes of which there are objects.
+            not, because objects of their classes may exist.
 
     Raises:
         UsageError: the file, or a file that it imports, has a syntax error. Or the file imports relatively, and is
@@ -149,7 +149,7 @@ def named_class(
         built_in: the class of a name in `known`.
 
     Raises:
-        UsageError: there is no such class, it cannot be imported, or it is no subclass of `base`.
+        UsageError: there is no such class, it cannot be imported, or it is not a subclass of `base`.
     """
     word = base.__name__.lower()
     path, is_file, class_name = name.rpartition(".py:")
@@ -193,7 +193,7 @@ NAMED_PREFIX = "lockstep_named_"
 
 
 def named(name: str, *, key: str) -> Any:
-    """The object that a key of the config names. None where the module has no such object.
+    """The object that a key of the config names. None if the module has no such object.
 
     Args:
         name: FILE.py:NAME or package.module:NAME.

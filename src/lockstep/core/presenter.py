@@ -48,7 +48,7 @@ class Presenter:
         )
 
     def stream(self, arguments: Sequence[str]) -> bool:
-        """Called before `inputs` where the prediction goes to a terminal, on a single process.
+        """Called before `inputs` if the prediction goes to a terminal, on a single process.
 
         Returns:
             whether the prediction will be written to stdout while it is computed, so that nothing else is to be
@@ -68,7 +68,7 @@ class Presenter:
         return None
 
     def show(self, sample: Any) -> dict[str, Any]:
-        """A raw sample as plain values by name. `lockstep predict` writes them beside the prediction."""
+        """A raw sample as plain values by name. `lockstep predict` writes them next to the prediction."""
         return {}
 
     show.default = show  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
@@ -86,10 +86,10 @@ class Presenter:
     report.default = report  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def picture(self, sample: Any, prepared: Any, output: Any) -> npt.NDArray[np.uint8] | None:
-        """A sample as a picture, with what can be drawn into it: masks, boxes, in their true and predicted form.
+        """A sample as an image, with what can be drawn into it, such as true and predicted masks or boxes.
 
-        The log shows such pictures of some training samples before the first step, and of the same few evaluation
-        samples at every evaluation. None: there is no picture. This is the default.
+        The log shows such images of some training samples before the first step, and of the same few evaluation
+        samples at every evaluation. None, the default: there is no image.
 
         Args:
             sample: a raw sample.
@@ -97,14 +97,14 @@ class Presenter:
             output: the output of this sample. None for a training sample.
 
         Returns:
-            uint8 (height, width, 3), RGB. Small pictures are enlarged later.
+            uint8 (height, width, 3), RGB. Small images are enlarged later.
         """
         return None
 
     picture.default = picture  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def caption(self, sample: Any, prepared: Any, output: Any) -> str:
-        """Up to three lines below a picture, for the arguments of `picture`. By default: `prediction` and
+        """Up to three lines below an image, for the arguments of `picture`. By default: `prediction` and
         `probability` of `describe`, and `truth`."""
         described = self.describe(output) if output is not None else {}
         lines = []
@@ -118,8 +118,8 @@ class Presenter:
         return "\n".join(lines)
 
     picture_side: int = 160
-    """The most pixels of the longer side of a picture on a sheet. Larger pictures are reduced to it, and pictures of
-    less than 160 pixels are enlarged, so that a text in them may be hard to read. Others are shown as they are."""
+    """The largest longer side of an image on a sheet, in pixels. Larger images are reduced to it, and images of less
+    than 160 pixels are enlarged, so that a text in them may be hard to read. Others are shown as they are."""
 
     def mistakes(self, output: Any, batch: Any) -> Tensor | None:
         """The mistake in the output of each sample of an evaluation batch, such as its loss, or the number of missed
@@ -133,16 +133,16 @@ class Presenter:
             output: of the whole batch, as the metrics get it, on the device of the batch.
 
         Returns:
-            (samples,), floating-point numbers. None: nobody can tell. This is the default.
+            (samples,), floating-point numbers. None, the default: not known.
         """
         return None
 
     mistakes.default = mistakes  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, npt.NDArray[np.uint8]]:
-        """Pictures of the results of an evaluation by name, such as a precision-recall curve. None by default.
+        """Images of the results of an evaluation by name, such as a precision-recall curve. None by default.
 
-        A confusion matrix needs no picture from here. A metric that returns the points of a curve should return a
+        A confusion matrix needs no image from here. A metric that returns the points of a curve should return a
         tensor of two dimensions: it is kept in metric_arrays.jsonl, and is not logged as numbers.
 
         Args:
@@ -154,7 +154,7 @@ class Presenter:
         return {}
 
     def files(self, sample: Any, output: Any) -> Mapping[str, bytes]:
-        """The files of one prediction, which `lockstep predict --out FOLDER` writes: masks, pictures with boxes.
+        """The files of one prediction, which `lockstep predict --out FOLDER` writes: masks, images with boxes.
 
         The rank that computed the output calls this and writes the files.
 
@@ -175,7 +175,7 @@ class Presenter:
 
         Lockstep puts `input` (the source of the sample) or `sample` (its number) before the values of each row. A
         detection has a row for each box with the keys of COCO's results, so that `--out boxes.json` is a file of COCO
-        results. By default there is a single row: `describe(output)`, with `truth` and `show` beside it.
+        results. By default there is a single row: `describe(output)`, with `truth` and `show` next to it.
 
         Args:
             sample: a raw sample.
@@ -186,11 +186,11 @@ class Presenter:
     rows.default = rows  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def class_names(self) -> Sequence[str]:
-        """Names of the classes, for the picture of a confusion matrix. Empty, the default: classes have numbers."""
+        """Names of the classes, for the image of a confusion matrix. Empty, the default: classes have numbers."""
         return ()
 
     def epoch_header(self, epoch: int) -> str:
-        """The words of the log on the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
+        """The words of the log on the task when an epoch begins, such as `image size 160`. An empty text adds nothing.
 
         Args:
             epoch: counted from 0, as `Task.prepare` gets it.
@@ -223,7 +223,7 @@ class Presenter:
         """The file of weights in an export, and its tensors. By default all of the model, under their names.
 
         Args:
-            model: with the trained weights, of which it may hold shards.
+            model: with the trained weights; it may hold only shards of them.
             tensors: of its `state_dict`, whole, in host memory.
 
         Raises:

@@ -146,8 +146,8 @@ def _compare(wanted: Any, found: Any) -> None:
 
 
 def _described(exported: torch.export.ExportedProgram) -> Any:
-    """The arguments by name, with type and shape in the place of each tensor. A size that is a name, such as `s34`,
-    may be any size."""
+    """The arguments by name, with type and shape instead of each tensor. A size that is a name, such as `s34`, may be
+    any size."""
     nodes = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
     texts = []
     for name in exported.graph_signature.user_inputs:

@@ -1,4 +1,4 @@
-"""The content of a run's checkpoint, and the way in which a run goes on from it."""
+"""The content of a run's checkpoint, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     _check_code(manifest, state.optimizer, allow_change)
     optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config, state.optimizer) else None
     if optimizer is None:
-        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the run has another optimizer now")
+        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the run has a different optimizer now")
     needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
     tensors = files.read(checkpoint.path, checkpoint.index, needed, node)
     checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages, state.world.device)
@@ -80,7 +80,7 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     if checkpoint.metrics:
         stopping.add(state.step, checkpoint.metrics)
         state.schedule.add(state.step, checkpoint.metrics)
-    if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
+    if state.step > state.skipped:  # the rate of the last update, which is logged if no other update follows
         set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
     return messages
 
@@ -102,8 +102,8 @@ def _check_run(checkpoint: Checkpoint, folder: Path) -> None:
     raise UsageError(
         f"another run saved the checkpoint of step {checkpoint.step}: {difference}",
         where=str(checkpoint.path),
-        remedy="move the checkpoints of the other run out of this folder, or start anew with --fresh. To begin with "
-        "the weights of a checkpoint: train.init_from=PATH in another --run-dir",
+        remedy="move the checkpoints of the other run out of this folder, or start again with --fresh. To begin with "
+        "the weights of a checkpoint: train.init_from=PATH in a different --run-dir",
     )
 
 
@@ -116,13 +116,13 @@ def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_chang
     words = {
         "samples": f"{saved['samples']} samples then, {fingerprint['samples']} now",
         "digest": "samples differ",
-        "order": "they are drawn in another order, such as by other weights",
+        "order": "they are drawn in a different order, such as by different weights",
     }
     change = "; ".join(words.get(name) or f"{name}: {saved[name]} then, {fingerprint[name]} now" for name in changed)
     raise UsageError(
         f"the training data are not those that the run began with: {change}",
         where=str(checkpoint.path),
-        remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
+        remedy="give the same data, --allow-change data to continue with these, or --fresh to start again",
     )
 
 
@@ -134,7 +134,7 @@ def _check_schedule(
     A warm-up that is a share of the length stays as long as it was when the run began.
 
     Returns:
-        a warning, where the lengths differ and `allow_change` allows it.
+        a warning, if the lengths differ and `allow_change` allows it.
 
     Raises:
         UsageError: on the config's curve, the updates so far would have had other learning rates.
@@ -148,7 +148,7 @@ def _check_schedule(
         changed = f"its factor for update {done - 1} was {factor:g}, and is {state.schedule(done - 1):g} now"
         if "schedule" in allow_change:
             return [f"warning: the schedule's function has changed: {changed}"]
-        remedy = "restore the function, --allow-change schedule to go on with this function, or --fresh to start anew"
+        remedy = "restore the function, --allow-change schedule to continue with this one, or --fresh to start again"
         raise UsageError(f"the schedule's function has changed: {changed}", where="schedule", remedy=remedy)
     now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):
@@ -167,7 +167,7 @@ def _check_schedule(
         text,
         where=f"{key}={value}",
         remedy=f"schedule.total_steps={then.length} keeps the curve, and the last rate after its end; "
-        f"--allow-change {key} goes on with the new curve; --fresh deletes the run and starts anew",
+        f"--allow-change {key} continues with the new curve; --fresh deletes the run and starts again",
     )
 
 
@@ -177,13 +177,13 @@ def _passes(run: Run) -> list[int]:
 
 
 def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
-    """Compare the number of forward passes in a step with that of a checkpoint, where the passes move parameters.
+    """Compare the number of forward passes in a step with that of a checkpoint, if the passes move parameters.
 
     Returns:
-        a warning, where the numbers differ and `allow_change` allows it.
+        a warning, if the numbers differ and `allow_change` allows it.
 
     Raises:
-        UsageError: the numbers differ: another model would be trained.
+        UsageError: the numbers differ: a different model would be trained.
     """
     then, now = manifest.get("passes"), _passes(run)
     run.moves_in_passes = manifest.get("moves_in_passes", [])
@@ -195,11 +195,11 @@ def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[
     if any("batch.micro.".startswith(f"{allowed}.") for allowed in allow_change):
         return [f"warning: {text}"]
     raise UsageError(
-        f"{text}, which would train another model",
+        f"{text}, which would train a different model",
         where="batch.micro",
         remedy="choose batch.micro and the number of ranks so that a step has as many passes as before; after a lack "
         "of memory, take more ranks or compute.activation_checkpointing=true, and delete micro.json in the run "
-        "directory; or --allow-change batch.micro to go on with another number",
+        "directory; or --allow-change batch.micro to continue with a different number",
     )
 
 
@@ -277,14 +277,14 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
 
 
 def _check_code(manifest: Mapping[str, Any], optimizer: torch.optim.Optimizer, allow_change: Sequence[str]) -> None:
-    """Raises UsageError where the class of an optimizer has another source than when the checkpoint was saved."""
+    """Raises UsageError if the class of an optimizer has a different source than when the checkpoint was saved."""
     then, now = manifest.get("optimizer_code", {}), optimizer_class.code_of(optimizer)
     changed = [name for name in then.keys() & now.keys() if then[name] != now[name]]
     if changed and not any(key.partition(".")[0] == "optim" for key in allow_change):
         raise UsageError(
             f"the source of {min(changed)} has changed since the run began",
             where="optim.name",
-            remedy="restore the file, --allow-change optim to go on with this class, or --fresh to start anew",
+            remedy="restore the file, --allow-change optim to continue with this class, or --fresh to start again",
         )
 
 
@@ -296,7 +296,7 @@ def _kind_of_optimizer(config: RunConfig, optimizer: torch.optim.Optimizer) -> l
 
 
 def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World) -> None:
-    """Load a checkpoint's weights: their moving average, where the run kept an average. All ranks call it."""
+    """Load a checkpoint's weights: their moving average, if the run kept an average. All ranks call it."""
     node = world.node_group
     store.read_contents(checkpoint, node)
     checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)

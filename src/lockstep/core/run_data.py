@@ -31,10 +31,10 @@ class EvaluationData:
     loader: Loader
     plan: EvaluationPlan
     name: str = ""
-    """Empty where there is one set."""
+    """Empty if there is one set."""
 
     def limit(self) -> list[str]:
-        """A line on an evaluation of some samples. None, where all are evaluated."""
+        """A line on an evaluation of some samples. None, if all are evaluated."""
         plan, of = self.plan, f" of {self.name}" if self.name else ""
         if plan.count >= plan.length:
             return []
@@ -61,7 +61,7 @@ def step_plan(
     """The samples that every step takes.
 
     Args:
-        micro_batch: largest number of samples in a forward pass, also where the config asks for more.
+        micro_batch: largest number of samples in a forward pass, also if the config asks for more.
         order: draws the samples of an epoch. None: an epoch has each sample once.
 
     Raises:
@@ -93,7 +93,7 @@ def step_plan(
 
 
 def grouping(plan: StepPlan) -> list[str]:
-    """Lines for the log where lengths choose the samples of a batch."""
+    """Lines for the log if lengths choose the samples of a batch."""
     count, batches = plan.group_by_length, plan.length // plan.global_batch
     if not count:
         return []
@@ -123,12 +123,12 @@ def evaluation_data(
     limit: int | None = None,
     name: str = "",
 ) -> EvaluationData:
-    """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
+    """`data`, by default the task's evaluation data, ready to be read: split in the same way for every world size.
 
     Args:
         micro_batch: samples of a micro-batch, see `memory_shortage.fitting`.
-        limit: at most so many samples, spread evenly. None: all samples.
-        name: of the set, where there are several.
+        limit: at most this many samples, spread evenly. None: all samples.
+        name: of the set, if there are several.
 
     Raises:
         DataError: the task has no evaluation data, or an empty data set.
@@ -164,7 +164,7 @@ def required_evaluation_data(task: Task) -> Dataset[Any]:
 
 
 def _sample_lengths(data: Dataset[Any], where: str) -> Any:
-    """Lengths of the samples, where the data set has the attribute `lengths`.
+    """Lengths of the samples, if the data set has the attribute `lengths`.
 
     Raises:
         DataError: the attribute is not an array of one number for each sample.
@@ -186,7 +186,7 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
 def agreed_fingerprint(
     data: Dataset[Any], world: World, order: Order | None = None, *, in_worker: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The fingerprint of the training data, and warnings about them. Each rank reads a few samples of its own data.
+    """The fingerprint of the training data, and warnings about them. Each rank reads a few samples from its data.
 
     Args:
         order: see `step_plan`. Its digest belongs to the fingerprint.
@@ -222,14 +222,14 @@ def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[st
         gathered: fingerprints by rank.
 
     Raises:
-        UsageError: the first ranks of the nodes have different data, or a rank has another number of samples.
+        UsageError: the first ranks of the nodes have different data, or a rank has a different number of samples.
     """
     first, names = gathered[0], world.nodes.names
     others = {rank: gathered[rank] for rank in world.nodes.first_ranks if gathered[rank] != first}
     if others:
         counts = {names[rank]: found["samples"] for rank, found in others.items()}
         differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
-        what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
+        what = "; ".join(differ) or f"different samples on node {', '.join(counts)}"
         raise UsageError(
             f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
             where="data.train",

@@ -102,7 +102,7 @@ def is_run(folder: Path) -> bool:
     """Tell a run directory from any other folder.
 
     It has Lockstep's environment.json. Runs of earlier versions that were killed before they had written this file,
-    and copies without it, have a whole config.yaml beside Lockstep's lock or a checkpoint.
+    and copies without it, have a whole config.yaml next to Lockstep's lock or a checkpoint.
     """
     if recorded(folder).keys() >= _KEYS_OF_MARKER:
         return True
@@ -135,7 +135,7 @@ def check_free(folder: Path) -> None:
     runs = [path for path in names if path.is_dir() and is_run(path)]
     such = f", or the directory of a run in it, such as {runs[0]}" if runs else f", such as {folder / 'run'}"
     raise UsageError(
-        f"the folder is no run directory, and is not empty: it has {listed}{more}",
+        f"the folder is not a run directory, and is not empty: it has {listed}{more}",
         where=str(folder),
         remedy=f"give a new or an empty folder with --run-dir{such}",
     )

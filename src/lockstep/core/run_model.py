@@ -30,7 +30,7 @@ class SpreadModel(NamedTuple):
     """A model on this rank, and what is known of it."""
 
     strategy: Strategy
-    """The way in which the model is spread over ranks. It holds the model, and the module that runs it."""
+    """How the model is spread over ranks. It holds the model, and the module that runs it."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None
@@ -57,8 +57,8 @@ def build_model(
     """The task's model, with the weights that the task gave it.
 
     Args:
-        steps_per_epoch: steps of an epoch, where the model will be trained. None: the model only runs forward.
-        step: step at which training begins or goes on.
+        steps_per_epoch: steps of an epoch, if the model will be trained. None: the model only runs forward.
+        step: step at which training begins or resumes.
         is_bypassed: see `Forward`.
 
     Raises:
@@ -193,7 +193,7 @@ def make_optimizer(
     Args:
         blocks: names of the model's repeated blocks, in the model's order.
         sharded: whether each rank holds only shards of the parameters.
-        fuses_adam: whether Adam and AdamW use their fused kernel, where `optim.fused` is None.
+        fuses_adam: whether Adam and AdamW use their fused kernel, if `optim.fused` is None.
 
     Raises:
         UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
@@ -219,7 +219,7 @@ def make_schedule(
     Args:
         total: updates of the whole training.
         steps_per_epoch: updates of an epoch.
-        of_task: `Task.schedule`, where the task has this method.
+        of_task: `Task.schedule`, if the task has this method.
 
     Raises:
         UsageError: the config's function cannot be found or returns no factor, or there are two schedules.

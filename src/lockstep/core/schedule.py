@@ -46,7 +46,7 @@ class Plateau(Section):
     """The least factor on the learning rate."""
 
     def factor_after(self, results: Sequence[float]) -> float:
-        """The factor on the learning rate after evaluations with these results. NaN is no improvement."""
+        """The factor on the learning rate after evaluations with these results. NaN is not an improvement."""
         sign, best, since, factor = -1.0 if self.mode == "min" else 1.0, -math.inf, 0, 1.0
         for result in results:
             if sign * result > best + (self.min_delta if math.isfinite(best) else 0.0):
@@ -90,7 +90,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _plateau_has_a_metric(self) -> Self:
         if (self.name == "plateau") != (self.plateau is not None):
-            raise ValueError("name=plateau needs the section plateau: metric and mode; and no other name has it")
+            raise ValueError("name=plateau needs the section plateau: metric and mode; only plateau has it")
         return self
 
 
@@ -104,9 +104,9 @@ class Schedule(ScheduleConfig):
     steps_per_epoch: int = 1
     """Updates of an epoch; for `step`."""
     kept_warmup: int | None = None
-    """Updates of the warm-up with which the training began, where its share is of another length now."""
+    """Updates of the warm-up that the training began with, if its share has a different length now."""
     own: Callable[[int], float] | None = None
-    """The user's function of the updates, in the place of `name`."""
+    """The user's function of the updates, instead of `name`."""
     history: History | None = None
     """The results that `plateau` follows. They grow with each evaluation."""
 
@@ -141,7 +141,7 @@ class Schedule(ScheduleConfig):
         return all(self(update) == other(update) for update in range(max(0, updates - 2), updates))
 
     def with_warmup_of(self, other: Schedule) -> Schedule:
-        """This schedule with the warm-up of `other`, of another length, where both have the same share of warm-up."""
+        """This schedule with the warm-up of `other`, of a different length, if both have the same share of warm-up."""
         if self.warmup_share is None or self.warmup_share != other.warmup_share or self.warmup == other.warmup:
             return self
         return self.model_copy(update={"kept_warmup": other.warmup})

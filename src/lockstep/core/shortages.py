@@ -18,12 +18,12 @@ from lockstep.core.errors import LockstepError
 _OTHER_FILES, _MANY_FILES = 128, 1 << 14  # of a rank besides its connections; a limit that seldom hinders
 _SHARED = Path("/dev/shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# torch and gloo raise errors of their own kinds, which quote the system. torch names its shared memory so.
+# torch and gloo raise their own kinds of errors, which quote the system. torch gives its shared memory this name.
 _FILES_TEXT, _FULL_TEXT, _TORCH_SHARED = os.strerror(errno.EMFILE), os.strerror(errno.ENOSPC), "</torch_"
 
 
 class ShortageError(LockstepError):
-    """A machine has too little of something that every training needs. A new start would end in the same way."""
+    """A machine has too little of something that every training needs. A new start would fail in the same way."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -32,7 +32,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def explanation(error: BaseException) -> ShortageError | None:
-    """The error to raise instead of `error`, where the system said what it lacks; None for all other errors."""
+    """The error to raise instead of `error`, if the system said what it lacks; None for all other errors."""
     if isinstance(error, LockstepError):
         return None
     text = str(error)
@@ -60,12 +60,12 @@ def explained() -> Iterator[None]:
 
 
 def allow_open_files(ranks: int) -> None:
-    """Raise this process's limit of open files, where the system allows more: each rank has a connection to each other.
+    """Raise this process's limit of open files, if the system allows more: each rank has a connection to each other.
 
     Rank 0 has two to each, because it also holds the store.
 
     Raises:
-        ShortageError: the system allows too few for so many ranks.
+        ShortageError: the system allows too few for this many ranks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(needed := 2 * ranks + _OTHER_FILES, _MANY_FILES)
@@ -98,7 +98,7 @@ def of_shared_memory() -> ShortageError:
     with contextlib.suppress(OSError):
         disk = shutil.disk_usage(_SHARED)
         return ShortageError(
-            f"shared memory is full: it has {_size(disk.total)}, of which {_size(disk.free)} are free now; loader "
+            f"shared memory is full: it has {_size(disk.total)}, and {_size(disk.free)} are free now; loader "
             "workers pass on their batches through it",
             where=str(_SHARED),
             remedy=ROOM_FOR_BATCHES,
@@ -110,7 +110,7 @@ ROOM_FOR_BATCHES = (
     "make it larger (docker run --shm-size=8g; lockstep launch kubernetes --shm 8Gi; mount -o remount,size=8G "
     "/dev/shm), or lower data.workers; data.workers=0 needs none"
 )
-"""The remedy where /dev/shm is too small."""
+"""The remedy if /dev/shm is too small."""
 
 
 def of_temporary_files(error: OSError) -> ShortageError:
@@ -188,7 +188,7 @@ def _why_not(folder: Path) -> str:
     if not folder.exists():
         return "does not exist"
     if not folder.is_dir():
-        return "is no folder"
+        return "is not a folder"
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))

@@ -1,4 +1,4 @@
-"""The exact step: one optimizer update that is the same however its global batch was cut.
+"""The exact step: one optimizer update that is the same however its global batch was split.
 
     W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
     loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
@@ -35,7 +35,7 @@ from lockstep.core.train_metrics import TrainMetrics
 from lockstep.core.unfreeze import Unfreezing
 
 SAMPLES = ""
-"""The key of W where the unit of every head is the sample."""
+"""The key of W if the unit of every head is the sample."""
 
 R = TypeVar("R")
 Call = Callable[[nn.Module, Any], Any]
@@ -47,7 +47,7 @@ class TrainState:
     """The state of a training on this rank: everything that a step reads or changes."""
 
     strategy: Strategy
-    """The way in which the model is spread over ranks. It holds the module that the step calls."""
+    """How the model is spread over ranks. It holds the module that the step calls."""
     world: World
     """The ranks that train."""
     optimizer: torch.optim.Optimizer
@@ -59,11 +59,11 @@ class TrainState:
     coefficients: Mapping[str, float] = field(default_factory=dict)
     """Factors of the losses by head; 1 for heads that are not here."""
     must_agree_on_weights: bool = False
-    """True if ranks may lose samples, and so must count them together where the unit is the sample."""
+    """True if ranks may lose samples, and so must count them together if the unit is the sample."""
     averages: Ema | None = None
-    """Moving averages of the weights, where they are wanted."""
+    """Moving averages of the weights, if they are wanted."""
     metrics: TrainMetrics | None = None
-    """Gets the outputs of the training, where the log shall have metrics of them."""
+    """Gets the outputs of the training, if the log is to have metrics of them."""
     unfreezing: Unfreezing | None = None
     """The parameters that are trainable at each step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
@@ -119,14 +119,14 @@ class StepResult:
     losses: list[Losses] = field(default_factory=list)
     """Loss sums by head, of each micro-batch that ran."""
     grad_norm: Tensor | None = None
-    """Global norm of the gradient before clipping. None where it was not computed."""
+    """Global norm of the gradient before clipping. None if it was not computed."""
     applied: bool = False
     """True if the update was applied."""
     marks: list[Any] = field(default_factory=list)
     """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
     see `Device.mark`."""
     waits: list[tuple[Any, Any]] | None = field(default_factory=list)
-    """Marks around the times in between for which it waited for other ranks; see `strategy.Waits`."""
+    """Marks around the times in between when it waited for other ranks; see `strategy.Waits`."""
 
     @classmethod
     def of(cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch]) -> StepResult:
@@ -147,7 +147,7 @@ class StepResult:
 
 
 class Update(Protocol):
-    """The way in which a run consumes its global batches: `train_step`, or one of `updates/`."""
+    """How a run consumes its global batches: `train_step`, or one of `updates/`."""
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
@@ -182,7 +182,7 @@ def exact_step(
         micro_batches: this rank's micro-batches, equally many on every rank. Only the batch in use and the next are on
             the device.
         samples: size of the global batch, over all ranks, from the plan.
-        want_norm: compute the gradient norm also where gradients are not clipped.
+        want_norm: compute the gradient norm also if gradients are not clipped.
         counts_late: the units of a micro-batch are known only when its losses are: `weights` is set by then.
         fillers_count: the loss of a filler may have a gradient that belongs to the global batch.
 
@@ -276,7 +276,7 @@ def seed_of(state: TrainState, step: int, number: int) -> int:
 def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
     """W: units by head over all ranks.
 
-    Where the unit is the sample and no sample can be lost, the plan knows W, and the ranks do not communicate.
+    If the unit is the sample and no sample can be lost, the plan knows W, and the ranks do not communicate.
     """
     for micro_batch in micro_batches:
         names = tuple(micro_batch.weights or ())
@@ -326,7 +326,7 @@ def _factors(
     The factor of a loss is c[k] * world / W[k], times the loss scale of fp16. It is zero for a filler, and for a head
     without units in the global batch. Losses that are constants and have coefficient 0 have no factor.
 
-    A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
+    A loss of 16 bits would round this factor by up to 0.2 %, depending on the number of ranks. So its factor
     is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after
     the last backward pass of the step. With several heads, the rest is that of the first head, and the factors of the
     other heads are relative to it.

@@ -34,10 +34,10 @@ class StopRule(Section):
         return self
 
     def reason(self, results: Sequence[float], steps: Sequence[int] = ()) -> str:
-        """The reason why a training with these results ends, as a sentence; empty if it goes on.
+        """The reason why a training with these results ends, as a sentence; empty if it continues.
 
         Args:
-            results: of all evaluations so far, in their order. NaN is no improvement.
+            results: of all evaluations so far, in their order. NaN is not an improvement.
             steps: of the evaluations, to name the step of the best: the first of equal ones. Empty: not known.
         """
         sign = -1.0 if self.mode == "min" else 1.0
@@ -74,7 +74,7 @@ class Stopping:
     history: History | None = None
     """The results that `rule` decides by."""
     earlier_s: float = 0.0
-    """Seconds that earlier starts trained until the checkpoint from which this start went on."""
+    """Seconds that earlier starts trained until the checkpoint from which this start resumed."""
 
     def __post_init__(self) -> None:
         if self.rule is not None:
@@ -86,7 +86,7 @@ class Stopping:
             self.history.add(step, results)
 
     def reason(self) -> str:
-        """The reason why the training ends at its last evaluation, as a sentence; empty if it goes on."""
+        """The reason why the training ends at its last evaluation, as a sentence; empty if it continues."""
         if self.rule is None or self.history is None:
             return ""
         return self.rule.reason(self.history.values, [step for step, _ in self.history.results])

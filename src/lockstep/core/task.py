@@ -41,7 +41,7 @@ def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> No
     """Feed a batch to the metrics. This is for batches that are (input, target) pairs.
 
     Raises:
-        TrainingError: the batch is no pair, or the metrics cannot take the output and the target.
+        TrainingError: the batch is not a pair, or the metrics cannot take the output and the target.
     """
     try:
         metrics.update(output, batch[1])
@@ -52,7 +52,7 @@ def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> No
             f"update(output of predict, batch[1]) failed: {type(error).__name__}: {error}",
             where="Task.metrics",
             remedy="return lockstep.Metrics(metrics, update) from Task.metrics, where update(metrics, output, batch) "
-            "feeds the metrics in another way; or change what predict returns",
+            "feeds the metrics differently; or change what predict returns",
         ) from error
 
 
@@ -62,7 +62,7 @@ class Metrics:
 
     metrics: MetricCollection | Metric | Mapping[str, Metric | MetricCollection]
     """torchmetrics objects on the CPU. Lockstep moves them to the device. They see every evaluation sample once. Copies
-    of them see every training sample once in each window of the log, where `Task.loss` returns outputs."""
+    of them see every training sample once in each window of the log, if `Task.loss` returns outputs."""
     update: MetricsUpdate = update_from_pair
     """Called with (metrics, output of `predict`, batch) for each batch. `metrics` is always a MetricCollection."""
 
@@ -70,12 +70,12 @@ class Metrics:
 class Task(abc.ABC):
     """A model, its data, its loss and its metrics, for one process on one device.
 
-    A task knows nothing of ranks, devices, precision or gradient accumulation. `model`, `train_data` and `loss` must be
+    A task has no code for ranks, devices, precision or gradient accumulation. `model`, `train_data` and `loss` must be
     written. Everything else has a default. The constructor takes the keys of the config's `task` section.
 
     A checkpoint holds the `state_dict` of the model, and nothing of the task. What training changes, and later steps
     depend on, belongs into parameters, buffers (`register_buffer`) or `get_extra_state` of the model. No method changes
-    its argument in place where that is a sample of the data set: `prepare` and `collate` change copies.
+    its argument in place if that is a sample of the data set: `prepare` and `collate` change copies.
     """
 
     coefficients: Mapping[str, float] = MappingProxyType({})
@@ -83,7 +83,7 @@ class Task(abc.ABC):
 
     calls_vary: bool = False
     """Evaluations and predictions call the model more often for some batches than for others, such as once for each
-    size of pictures. With FSDP, the blocks of the model then stay gathered on each rank until the evaluation ends."""
+    size of images. With FSDP, the blocks of the model then stay gathered on each rank until the evaluation ends."""
 
     frozen_epochs: Mapping[str, int] = MappingProxyType({})
     """Epochs by pattern over names of parameters, with `*` and `?`: the task relies on these parameters being frozen in
@@ -126,9 +126,9 @@ class Task(abc.ABC):
         attribute `lengths`, an array of sample lengths. An attribute `order` or `sample_weights` says which samples an
         epoch draws: lockstep --explain sampling. With an attribute `check_first` that is true, its method
         `check(index)` is called for all samples before a new run trains, on all ranks at the same time, each for its
-        share. It returns a remark for people or None, and raises DataError for a sample that cannot be used. Where it
-        has an attribute `content_digests`, a dict of texts by what they are of (`training tokens`), they are saved with
-        each checkpoint, and a run that goes on compares them.
+        share. It returns a remark for people or None, and raises DataError for a sample that cannot be used. If it
+        has an attribute `content_digests`, a dict of digests by what they are of (`training tokens`), they are saved
+        with each checkpoint, and a resumed run compares them.
         """
 
     def eval_data(self) -> Samples | None:
@@ -155,20 +155,20 @@ class Task(abc.ABC):
     def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
         """The number of units that the loss of this batch sums over (valid labels, tokens, pixels, boxes).
 
-        It is computed from the labels alone. A task with several heads returns a dict with a number for each head.
+        It is computed only from the labels. A task with several heads returns a dict with a number for each head.
         None, the default, means that the unit is the sample.
         """
         return None
 
     weight.default = weight  # type: ignore[attr-defined]
 
-    # ---- how the model is cut
+    # ---- how the model is split
 
     def tensor_plan(self) -> Mapping[str, str] | None:
         """How `parallel.tensor` cuts the layers of the model over ranks: by pattern over names of modules, `colwise` or
         `rowwise`, such as `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`.
         lockstep --explain mesh has all styles.
-        A wrong plan trains another model without an error: run `lockstep verify` first.
+        A wrong plan trains a different model without an error: run `lockstep verify` first.
 
         None, the default: the plan that a model of transformers brings along.
         """
@@ -181,7 +181,7 @@ class Task(abc.ABC):
 
         Args:
             groups: all parameters of the model, in the groups of `optim.groups`: each a dict with `params`, `name` and,
-                where the config sets them, `lr` and `weight_decay`. The optimizer gets all of them, in these groups or
+                if the config sets them, `lr` and `weight_decay`. The optimizer gets all of them, in these groups or
                 in others.
 
         The schedule multiplies the learning rates. `step` takes no closure. A checkpoint holds the optimizer's `state`
@@ -203,17 +203,17 @@ class Task(abc.ABC):
 
         It may also return a tuple (loss, output), where `output` is the result of `predict` for this batch. Then an
         evaluation with metrics needs no second forward pass, and the log has the metrics of the training, too:
-        `train/accuracy` beside `train/loss`. While the model trains, no gradient flows through `output`: detach what it
-        is computed from, so that nothing is kept for a backward pass.
+        `train/accuracy` next to `train/loss`. While the model trains, no gradient flows through `output`: detach what
+        it is computed from, so that nothing is kept for a backward pass.
         """
 
     def embed(self, model: nn.Module, batch: Batch) -> Any:
-        """The outputs of which the loss needs those of all samples of the global batch, such as embeddings.
+        """The outputs that the loss needs from all samples of the global batch, such as embeddings.
 
         Tensors with the batch as first dimension, or a dict, tuple or list of them. They are gathered over ranks and
-        micro-batches, in the same order on all ranks, and `loss` gets them in the place of a batch. Gradients
+        micro-batches, in the same order on all ranks, and `loss` gets them instead of a batch. Gradients
         flow through tensors of floating-point numbers. Then evaluations have no loss, only metrics: the loss depends
-        on which samples stand together. By default, `loss` gets each micro-batch alone.
+        on which samples are in one batch. By default, `loss` gets one micro-batch at a time.
         """
         return batch
 

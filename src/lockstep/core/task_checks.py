@@ -38,11 +38,11 @@ def model(task: Task) -> nn.Module:
 def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
     """The metrics of a task, and the function that updates them with a batch.
 
-    A single metric and a dict of metrics become a collection. The collection is reset. It is None where the task has no
+    A single metric and a dict of metrics become a collection. The collection is reset. It is None if the task has no
     metrics.
 
     The collection has no compute groups. In a group, torchmetrics updates one metric for all metrics whose states are
-    equal after the first batch. They may be equal by chance: those of top-1 and top-5 accuracy are, where all samples
+    equal after the first batch. They may be equal by chance: those of top-1 and top-5 accuracy are, if all samples
     of this batch are predicted right.
 
     Raises:
@@ -95,7 +95,7 @@ def signatures(task: Task) -> None:
 
 
 def line_of(method: Any) -> str:
-    """File and line where a method of a task begins; its name, where that is not known."""
+    """File and line where a method of a task begins; its name, if the place is not known."""
     code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(method)
 
@@ -206,5 +206,5 @@ def _describe(found: Any) -> str:
 
 
 def schedule(task: Task) -> Callable[[int], float] | None:
-    """`Task.schedule`, where the task has this method."""
+    """`Task.schedule`, if the task has this method."""
     return None if getattr(task.schedule, "__func__", None) is Task.schedule else task.schedule

@@ -24,7 +24,7 @@ _TAKEN = ("loss", "lr", "grad_norm", "loss_scale", "samples_per_s", "wait_share"
 
 
 class TrainMetrics:
-    """Feeds the outputs that `Task.loss` returns beside its losses to the metrics of `Task.metrics`.
+    """Feeds the outputs that `Task.loss` returns next to its losses to the metrics of `Task.metrics`.
 
     At an entry of the log, the metrics have seen every sample of the window once, whatever the ranks and micro-batches:
     fillers are not given to `add`. At the end of an epoch, they have seen every sample since the epoch began in this
@@ -49,7 +49,7 @@ class TrainMetrics:
 
     @property
     def wants_output(self) -> bool:
-        """False where an output would be kept for nothing: there are no metrics for it, or they have failed."""
+        """False if an output would be kept for nothing: there are no metrics for it, or they have failed."""
         return not self.problem and not self._has_ended and (self.live is not None or not self._is_made)
 
     def add(self, output: Any, batch: Any) -> None:

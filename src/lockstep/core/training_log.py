@@ -26,7 +26,7 @@ class TrainingLog:
     window: LogWindow
     writers: Sequence[Writer]
     parts: JoinedParts
-    """Add figures of their own to entries."""
+    """Add their own figures to entries."""
     progress_shown: float = float("-inf")  # the first step is shown at once
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class TrainingLog:
 
 
 def _idle_warning(results: Sequence[StepResult]) -> list[str]:
-    """A warning where no update of a window was applied."""
+    """A warning if no update of a window was applied."""
     if not results or any(result.applied for result in results):
         return []
     overflowed = sum(any(result.totals.values()) for result in results)

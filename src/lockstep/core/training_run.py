@@ -52,7 +52,7 @@ def open_evaluations(run: Run, tasks: Mapping[str, Task], micro_batch: int) -> N
             raise
         # This kind of task has such data, and its source has none.
         text = "warning: nothing is evaluated, because there is no evaluation data: set data.eval, or "
-        text += "train.eval_every_epochs=0 if this is meant"
+        text += "train.eval_every_epochs=0 if this is intended"
         run.warnings += [text] if text not in run.warnings else []
         run.evaluated, run.intervals = [], replace(run.intervals, evaluate=0)
     for evaluated in run.evaluated:
@@ -243,13 +243,13 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
     done = f"{run.folder} is complete at step {run.state.step}: "
     if not key and parts.ended:
         name, reason = parts.ended
-        done += f"{name}: {reason}. Leave this Part out to go on"
+        done += f"{name}: {reason}. Leave this Part out to continue"
     elif key:
-        done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to go on"
+        done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to continue"
     else:
         return
     asker = "Loop" if run.by_loop else "Trainer"
-    run.tell(caller.words(f"{done}, or start anew with --fresh", asker))
+    run.tell(caller.words(f"{done}, or start again with --fresh", asker))
 
 
 def _tell_why_it_ended(run: Run, parts: JoinedParts, elapsed_s: float) -> None:

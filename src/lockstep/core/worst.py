@@ -26,7 +26,7 @@ class Worst:
     mistake: float
     """The mistake of the output, as a number. NaN became infinity."""
     index: int
-    """Of the sample."""
+    """The index of the sample."""
     output: Any
     """The output of the sample, on the CPU."""
 

@@ -82,7 +82,7 @@ class Writer:
     """Receives the log of a run, on rank 0. Override the methods that you need: those of this class do nothing.
 
     A writer never changes the training. If one of its methods (also its constructor) raises, the user sees one warning,
-    and the training goes on. A constructor that raised is called again with the next record.
+    and the training continues. A constructor that raised is called again with the next record.
     """
 
     name: str = ""
@@ -94,8 +94,8 @@ class Writer:
     library: str = ""
     """A library that must be installed. Its name is that of the extra of this package, too."""
     in_own_process: bool = False
-    """True if the writer runs in a process of its own, as a writer should whose library is slow to import, waits for a
-    network, or draws random numbers. `progress` and `graph` are then not called."""
+    """True if the writer runs in its own process. It should if its library is slow to import, waits for a network, or
+    draws random numbers. `progress` and `graph` are then not called."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
@@ -121,17 +121,17 @@ class Writer:
         """Take a text, such as the report of an evaluation, after `step` steps. `name` is such as `eval/report`."""
 
     def picture(self, name: str, picture: Any, step: int) -> None:
-        """Take a picture: an array of uint8 (height, width, 3), after `step` steps.
+        """Take an image: an array of uint8 (height, width, 3), after `step` steps.
 
-        `name` is a name as those of metrics are, such as `samples/evaluation`. The same name comes again with the
-        pictures of later steps.
+        `name` has the form of the names of metrics, such as `samples/evaluation`. The same name comes again with the
+        images of later steps.
         """
 
     def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the model, in evaluation mode, with the arguments of an example call. Called once, in a new run."""
 
     def artifacts(self, paths: Sequence[Path]) -> None:
-        """Take files and folders of the run directory, after the last step, where `log.artifacts` is set."""
+        """Take files and folders of the run directory after the last step, if `log.artifacts` is set."""
 
     def close(self) -> None:
         """Release files and connections. Called once, at the end of the training, also when it failed."""

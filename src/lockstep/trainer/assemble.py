@@ -93,7 +93,7 @@ class Assembled:
     """A training on this rank that is ready to begin, with all that joins it."""
 
     setup: Setup
-    """With the config as the run directory has it."""
+    """The setup with the config from the run directory."""
     run: Run
     parts: joined_parts.JoinedParts
     viewers: list[Viewer]
@@ -104,7 +104,7 @@ class Assembled:
         """Train to the end, each step by the update of the run.
 
         Returns:
-            the last logged value of each name. Empty where the run was complete already.
+            the last logged value of each name. Empty if the run was complete already.
         """
         return driven(self.steps(), lambda asked: asked.made_by(self.run.update, self.run.state))
 
@@ -234,7 +234,7 @@ def prepare(setup: Setup, task: Task, world: World) -> Run:
 
 
 def run_at(setup: Setup, task: Task, world: World, checkpoint: Checkpoint | None) -> Run:
-    """Make the run on this rank, with the state of a checkpoint, or at its beginning."""
+    """Make the run on this rank, with the state of a checkpoint, or from the beginning."""
     config = setup.config
     run = build.prepare_run(
         config,
@@ -332,7 +332,7 @@ def set_up(setup: Setup, task: Task, world: World, *, trained: bool) -> None:
     """Set up the task: rank 0 writes the files that the task keeps with the run, then the other ranks read them."""
 
     def write() -> None:
-        if not trained:  # an earlier start without a checkpoint may have had another config
+        if not trained:  # an earlier start without a checkpoint may have had a different config
             with contextlib.suppress(OSError):
                 atomic.remove(setup.kept)
         task.setup(setup.kept, trained)

@@ -23,8 +23,8 @@ _ATTENTION = {  # names in torch.nn.attention.SDPBackend
 def chosen(compute: ComputeConfig) -> Iterator[None]:
     """Inside, torch computes as the config says. Afterwards the switches are as before.
 
-    A switch for which the config has no value stays. TF32 in convolutions is off with `matmul_precision` highest, and
-    on with the others.
+    A switch without a value in the config stays as it is. TF32 in convolutions is off with
+    `matmul_precision` highest, and on with the others.
     """
     precision, attention = compute.matmul_precision, compute.sdpa_backends
     with contextlib.ExitStack() as stack:

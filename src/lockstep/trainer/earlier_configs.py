@@ -1,4 +1,4 @@
-"""The configs with which earlier steps of a run were made, where a key was changed on the way (`--allow-change`)."""
+"""The configs with which earlier steps of a run were made, if a key was changed on the way (`--allow-change`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def change_between(run_dir: Path, first: int, step: int) -> int | None:
 
 
 def keep(run_dir: Path, config: RunConfig, step: int) -> None:
-    """Keep the config of the steps so far, if a start after `step` steps has another. Called before it is replaced.
+    """Keep the config of the steps so far, if a start after `step` steps changes it. Called before it is replaced.
 
     Steps after `step` will be made again with `config`, also those that were made before with other configs.
     """

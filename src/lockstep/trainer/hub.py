@@ -12,8 +12,8 @@ from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.foreign_errors import first_line, optional
 
 _KINDS = ("text", "lm", "classification", "segmentation", "detection")
-"""Shipped kinds of tasks of which some or all models are exported for transformers."""
-_CONFIGS = ("config.json", "adapter_config.json")  # of which such a folder has one
+"""Shipped kinds of tasks that export some or all models for transformers."""
+_CONFIGS = ("config.json", "adapter_config.json")  # such a folder has one of them
 
 
 def check(name: str | None, kind: str, *, private: bool, optimizer: bool) -> None:
@@ -38,7 +38,7 @@ def check(name: str | None, kind: str, *, private: bool, optimizer: bool) -> Non
         raise UsageError("the file of --optimizer is not uploaded", where=where, remedy="leave one of the two out")
     if kind in registry.kinds() and kind not in _KINDS:
         remedy = "leave --push-to-hub out"
-        raise UsageError(f"an export of task.kind {kind} is no folder for transformers", where=where, remedy=remedy)
+        raise UsageError(f"an export of task.kind {kind} is not a folder for transformers", where=where, remedy=remedy)
     hub = _hub(where)
     from huggingface_hub import constants
 
@@ -66,7 +66,7 @@ def check(name: str | None, kind: str, *, private: bool, optimizer: bool) -> Non
 
 
 def push(folder: Path, name: str, *, private: bool) -> str:
-    """Upload an export as one commit. The repository is made where there is none.
+    """Upload an export as one commit. The repository is made if there is none.
 
     Returns:
         the address of the repository.

@@ -68,7 +68,7 @@ def check_nproc(nproc: str, where: str = "--nproc") -> None:
 
 
 def ranks_of(nproc: str, where: str = "--nproc") -> int:
-    """The number of ranks that `nproc` stands for: a number, or `auto` for a rank for each GPU. Warns of too many.
+    """The number of ranks that `nproc` means: a number, or `auto` for a rank for each GPU. Warns of too many.
 
     Raises:
         UsageError: see `check_nproc`.
@@ -186,7 +186,7 @@ def _write_training(
     cells = {
         name: entry
         for name, entry in linecache.cache.items()
-        if len(entry) == 4 and entry[1] is None and not os.path.exists(name)  # code that stands in no file
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name)  # code that is in no file
     }
     place = {"cwd": os.getcwd(), "path": list(sys.path), "cells": cells, "prints_to_file": prints_to_file}
     parts = source_code.of_task(task, config.task.get("kind")) if task is not None else {}
@@ -302,7 +302,7 @@ def _shown(path: Path) -> Iterator[None]:
             while True:
                 is_last = done.is_set()
                 if text := file.read():
-                    with contextlib.suppress(Exception):  # nobody may read it; the training goes on
+                    with contextlib.suppress(Exception):  # nobody may read it; the training continues
                         out.write(text)
                         out.flush()
                 if is_last:

@@ -1,4 +1,4 @@
-"""The way out where the memory of a GPU does not suffice: the same for every strategy and every part of a training.
+"""What happens if the memory of a GPU does not suffice: the same for every strategy and every phase of a training.
 
 The rank that lacks memory says so, and all ranks end. The run directory keeps half the micro-batch, with the reason,
 and the next start takes it. A launcher starts the ranks again at once, from the newest checkpoint.
@@ -29,7 +29,7 @@ from lockstep.core.parallel.world import World
 
 @dataclass(frozen=True)
 class Fitting:
-    """The largest micro-batches that may fit, in samples: as the config asks, or smaller where these did not fit."""
+    """The largest micro-batches that may fit, in samples: as the config asks, or smaller if these did not fit."""
 
     training: int
     evaluation: int
@@ -44,7 +44,7 @@ def fitting(folder: Path, config: RunConfig, world: World) -> Fitting:
 def noted(
     folder: Path, config: RunConfig, world: World, plan: StepPlan | None = None, *, begins_again: bool = True
 ) -> Generator[None, None, None]:
-    """Around a training or an evaluation. Where memory does not suffice, note in `folder` what the next start takes.
+    """Around a training or an evaluation. If memory does not suffice, note in `folder` what the next start takes.
 
     Args:
         plan: of the training. None: there is only an evaluation.

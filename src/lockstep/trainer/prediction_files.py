@@ -32,8 +32,8 @@ def check_free(folder: Path) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
         raise UsageError(
-            f"the folder holds what is no prediction of Lockstep: {', '.join(names[:_SHOWN])}{more}. Predictions could "
-            "replace files of the same name",
+            f"the folder contains more than predictions of Lockstep: {', '.join(names[:_SHOWN])}{more}. Predictions "
+            "could replace files of the same name",
             where=f"--out {folder}",
             remedy=f"give a new or an empty folder, such as {folder / 'predictions'}",
         )
@@ -41,10 +41,10 @@ def check_free(folder: Path) -> None:
 
 def distinct_names(places: Sequence[str]) -> list[str]:
     """A name for the files of each sample, made of the place that the sample comes from. No two names are equal, also
-    where the file system does not tell capital letters from small letters.
+    if the file system does not distinguish capital letters from small letters.
 
-    The name is the path below the folder that all places share, without suffix. Where this would name two samples,
-    their suffixes stay; where names are then still equal, a number is added. The names depend on `places` alone.
+    The name is the path below the folder that all places share, without suffix. If this would name two samples,
+    their suffixes stay; if names are then still equal, a number is added. The names depend only on `places`.
     """
     if not places:
         return []

@@ -48,7 +48,7 @@ def check(path: Path, skips: bool = False) -> None:
 
     Raises:
         UsageError: the suffix is unknown, or the folder does not exist, is not writable, or holds something else than
-            predictions; or the format has no texts, so that nobody could tell which inputs were left out.
+            predictions; or the format has no texts, and so cannot say which inputs were left out.
     """
     if is_folder(path):
         nearest = path if path.exists() else path.parent
@@ -62,7 +62,7 @@ def check(path: Path, skips: bool = False) -> None:
         raise UsageError(f"unknown suffix {path.suffix!r}", where=f"--out {path}", remedy=remedy)
     if skips and path.suffix == ".safetensors":
         raise UsageError(
-            "it holds numbers only, so it cannot tell which inputs were left out",
+            "it holds numbers only, so it cannot show which inputs were left out",
             where=f"--out {path}",
             remedy="use .csv, .jsonl or .npz, or --on-error raise",
         )
@@ -101,7 +101,7 @@ def write(path: Path, predictions: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 class Rows(Protocol):
-    """Receives predictions one after another."""
+    """Receives predictions one by one."""
 
     left_out: list[str]
     """At the end: names that are left out because the format cannot hold their values."""
@@ -120,9 +120,9 @@ class Rows(Protocol):
 
 @contextlib.contextmanager
 def opened(path: Path | None) -> Iterator[Rows]:
-    """Yield where predictions are written one after another, as `write` does. None: lines of JSON on stdout.
+    """Yield what writes predictions one by one, as `write` does. None: lines of JSON on stdout.
 
-    Into a folder, which is made if it is not there, they go as `predictions.jsonl`.
+    If `path` is a folder, which is made if necessary, they are written to its `predictions.jsonl`.
 
     Predictions are not kept in memory, except for .npz and .safetensors. If the block raises, a file that was there
     stays as it was.
@@ -161,7 +161,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _close(file: IO[str]) -> None:
-    """Close a file of which nobody needs the rest. Closing writes the rest, and fails again where the disk is full."""
+    """Close a file after a fault. Closing writes the rest, which nobody needs, and fails again if the disk is full."""
     with contextlib.suppress(OSError):
         file.close()
 

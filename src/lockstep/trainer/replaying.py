@@ -39,7 +39,7 @@ def _check_config_of(setup: assemble.Setup, step: int, first: int) -> None:
     """Check that steps after `first`, up to `step`, were made with this config.
 
     Raises:
-        UsageError: they were made with another; says which keys differ, or where it changed.
+        UsageError: they were made with a different one; says which keys differ, or where it changed.
     """
     change = earlier_configs.change_between(setup.run_dir, first, step)
     if change is not None:
@@ -49,5 +49,5 @@ def _check_config_of(setup: assemble.Setup, step: int, first: int) -> None:
     if file.parent != setup.run_dir and (
         changed := earlier_configs.differences(earlier_configs.of_step(setup.run_dir, step), setup.config)
     ):
-        what = f"step {step} was made with another config: {'; '.join(changed)}"
+        what = f"step {step} was made with a different config: {'; '.join(changed)}"
         raise UsageError(what, where="Trainer", remedy=f"make the Trainer with the config {file}")

@@ -15,7 +15,7 @@ _IN_ONE_PIECE = ("fused", "foreach", "capturable", "differentiable")
 def estimated_bytes(run: Run) -> int:
     """About how many bytes a checkpoint of a new run has: those of its tensors. All ranks call it.
 
-    They are those of model, optimizer and averages, whole where they are sharded. The optimizer has no state before its
+    They are those of model, optimizer and averages, whole if they are sharded. The optimizer has no state before its
     first update. So an optimizer of its class makes an update of a small parameter, and the state of all parameters is
     taken to be in the same proportion.
     """

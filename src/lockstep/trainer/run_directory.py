@@ -45,7 +45,7 @@ def claim(
     """Make `folder` the run directory of `config`, or check that it is, and keep other processes out. Rank 0 decides.
 
     The record of a run with checkpoints stays as it is until `keep_record`: a start that fails before has changed
-    nothing, and the command of the run before this start goes on with it.
+    nothing, and the command that the run had before still resumes it.
 
     Args:
         fresh: delete what an earlier run left in the folder.
@@ -109,14 +109,14 @@ def write_environment(folder: Path, world: World, more: Mapping[str, Any]) -> No
 
 
 def _keep_task_as_it_is(folder: Path) -> None:
-    """Copy what the task keeps: a changed task may write other files before it is known that the run goes on."""
+    """Copy what the task keeps: a changed task may write other files before it is known that the run resumes."""
     with atomic.staged_folder(folder / run_folder.TASK_BEFORE) as staging:
         if (folder / "task").is_dir():
             shutil.copytree(folder / "task", staging, dirs_exist_ok=True)
 
 
 def _put_task_back(folder: Path) -> None:
-    """Undo what a start has written into the folder `task`, unless the run goes on since then."""
+    """Undo what a start has written into the folder `task`, unless the run has resumed since then."""
     before = folder / run_folder.TASK_BEFORE
     if before.is_dir():
         with contextlib.suppress(OSError):  # the next claim tries it again
@@ -192,7 +192,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
             remedy="bring the file back, or give --fresh to delete the checkpoints",
         )
     recorded = config_file.read_run(folder)
-    if config.batch.per_rank:  # another number of ranks keeps the global batch of the first launch
+    if config.batch.per_rank:  # a different number of ranks keeps the global batch of the first launch
         batch = recorded.batch.model_copy(update={"micro": config.batch.per_rank})
         resolved = resolved.model_copy(update={"batch": batch})
     old, new = _as_json(training_keys(recorded)), _as_json(training_keys(resolved))
@@ -202,22 +202,22 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     if changed:
         differences = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)]
         raise UsageError(
-            "\n    ".join(["the run directory belongs to a run with another config:", *differences]),
+            "\n    ".join(["the run directory belongs to a run with a different config:", *differences]),
             where=str(folder),
-            remedy="give the same values, --allow-change KEY to go on with another value, another --run-dir, "
-            "or --fresh to delete that run and start anew",
+            remedy="give the same values, --allow-change KEY to continue with the new value, a different --run-dir, "
+            "or --fresh to delete that run and start again",
         )
     return resolved
 
 
 def _as_json(keys: dict[str, Any]) -> dict[str, Any]:
-    """With lists in the place of tuples, as config.yaml has them."""
+    """With lists instead of tuples, as config.yaml has them."""
     same: dict[str, Any] = json.loads(json.dumps(keys))
     return same
 
 
 def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
-    """The keys that `allow_change` names, or of which it names the beginning.
+    """The keys that `allow_change` names in full or by their beginning.
 
     Raises:
         UsageError: no key has this name or beginning.
@@ -236,7 +236,7 @@ def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
 
 
 def is_verified(folder: Path, config: RunConfig) -> bool:
-    """True if `verify.json` in `folder` tells of a training with the training keys of `config`."""
+    """True if `verify.json` in `folder` describes a training with the training keys of `config`."""
     try:
         verified = config_file.parse(json.loads((folder / "verify.json").read_text())["config"], needs_task=False)
     except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it

@@ -55,7 +55,7 @@ def write_program_of(task: Task, presenter: Presenter, state: Mapping[str, Any],
 
 
 def weights_of(task: Task, presenter: Presenter, model: nn.Module, state: Mapping[str, Any]) -> tuple[str, Any]:
-    """The file of weights and its tensors: those of the presenter; by default adapters of peft alone, or merged.
+    """The file of weights and its tensors: those of the presenter; by default only adapters of peft, or merged.
 
     Args:
         state: see `write_program_of`.
@@ -74,7 +74,7 @@ def weights_of(task: Task, presenter: Presenter, model: nn.Module, state: Mappin
 
 
 def write_adapter_config(presenter: Presenter, model: nn.Module, folder: Path) -> None:
-    """Write the config that peft reads beside adapters, or the config that transformers reads beside merged weights."""
+    """Write the config that peft reads next to adapters, or that transformers reads next to merged weights."""
     if is_default(presenter.export_weights) and exports.is_peft(model):
         (exports.write_config_of_base if presenter.merged else exports.write_config)(model, folder)
 

@@ -33,6 +33,6 @@ def make(entries: Sequence[str | Mapping[str, Any]]) -> list[Part]:
             raise UsageError(
                 f"{kind.__name__} cannot be made: {type(error).__name__}: {error}",
                 where=f"train.parts: {name}",
-                remedy="give the arguments of its constructor beside `kind`: {kind: FILE.py:Class, ARGUMENT: VALUE}",
+                remedy="give the arguments of its constructor next to `kind`: {kind: FILE.py:Class, ARGUMENT: VALUE}",
             ) from error
     return parts

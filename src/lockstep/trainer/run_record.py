@@ -1,4 +1,4 @@
-"""The record of a run in its directory: the source of its task, and its config. A run that goes on is compared."""
+"""The record of a run in its directory: the source of its task, and its config. A resumed run is compared with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _home(config: RunConfig) -> Path:
 
 
 def check_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
-    """For a run that goes on, compare the task's source with the kept source. Rank 0 does this for all ranks.
+    """For a resumed run, compare the task's source with the kept source. Rank 0 does this for all ranks.
 
     Returns:
         messages for the log.
@@ -50,7 +50,7 @@ def check_source(folder: Path, task: Task, config: RunConfig, world: World, allo
             raise UsageError(
                 f"the task's code has changed since the run began: {change}",
                 where=str(folder),
-                remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
+                remedy="undo the change, or give --allow-change task to continue with it, a different --run-dir, "
                 "or --fresh to delete that run",
             )
         return [f"warning: the task's code has changed: {change}"] if change else []
@@ -113,8 +113,8 @@ def differences(folder: Path, task: Task, config: RunConfig, world: World) -> li
         return []
     ranks = run_folder.recorded(folder).get("world", world.size)
     then = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    text = f"note: the run was trained on {then}, whose random numbers of a forward pass, such as dropout, are others: "
-    text += f"--nproc {ranks} makes the numbers of the log"
+    text = f"note: the run was trained on {then}, where random numbers of a forward pass, such as dropout, differ: "
+    text += f"--nproc {ranks} gives the numbers of the log"
     return [*changed_source(folder, task, config), *([text] if ranks != world.size else [])]
 
 

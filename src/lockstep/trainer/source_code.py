@@ -81,7 +81,7 @@ def read(folder: Path) -> Parts:
 
 
 def write(folder: Path, parts: Mapping[str, str]) -> None:
-    """Write these parts into `folder`, in the place of all that it holds."""
+    """Write these parts into `folder`, instead of all that it holds."""
     if not parts:
         atomic.remove(folder)
         return

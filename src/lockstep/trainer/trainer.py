@@ -53,19 +53,19 @@ class Trainer:
     Args:
         config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
             FILE.py:Task.
-        run_dir: the folder into which everything is written. None: `runs/<name>`, where a config without a name has
+        run_dir: the folder into which everything is written. None: `runs/<name>`, if a config without a name has
             the name of the script.
-        fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
+        fresh: delete the run that the folder holds, and start again. Otherwise that run is resumed.
         allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
         checkpoint: the checkpoint that `evaluate`, `predict`, `describe` and `export` use: `newest`, `best` or a step.
-            None: the best where the config has `checkpoint.keep_best`, else the newest.
+            None: the best if the config has `checkpoint.keep_best`, else the newest.
         quiet: print nothing.
         profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
 
         parts: join the trainings of `fit`, after those of the config's `train.parts`; see `lockstep.Part`.
 
     Raises:
-        UsageError: the config is something else, or has faults, all of which are named. Or a Part is none.
+        UsageError: the config has a wrong type or has faults; all are named. Or an object in `parts` is not a Part.
     """
 
     variables: Sequence[Mapping[str, str | None]] = ()
@@ -125,8 +125,8 @@ class Trainer:
             raise UsageError(
                 "there is no model",
                 where="Trainer.model",
-                remedy="call fit, evaluate or predict first. Where the ranks of FSDP hold parts of the model: export, "
-                "or evaluate in a process of its own",
+                remedy="call fit, evaluate or predict first. If the ranks of FSDP hold shards of the model: export, "
+                "or evaluate in a separate process",
             )
         return self._model.eval()
 
@@ -152,11 +152,11 @@ class Trainer:
 
         Returns:
             the last logged value of each name, such as `train/loss` and `eval/accuracy`. With `nproc`, also after
-            Ctrl-C, or the stop button of a notebook: the state was saved, and `fit` again goes on.
+            Ctrl-C, or the stop button of a notebook: the state was saved, and the next `fit` resumes.
 
         Raises:
-            Preempted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP asked to stop; the state was saved, and `fit` again goes on.
-                With `nproc`, only after another signal than SIGINT.
+            Preempted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP asked to stop; the state was saved, and the next `fit`
+                resumes. With `nproc`, only after a signal other than SIGINT.
             KeyboardInterrupt: with `nproc`: Ctrl-C was pressed again, and the ranks were killed.
             CheckpointError: the training reached its end, but a checkpoint could not be written.
             RankError: with `nproc`: a rank failed. Has the message of the rank.
@@ -164,7 +164,7 @@ class Trainer:
         """
         _given(task)
         if self._has_chosen_folder and not self.quiet and this_process.is_first():
-            print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
+            print(f"the run directory is {self.run_dir}, named after the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
         self._model = None  # its memory may be needed
@@ -227,7 +227,7 @@ class Trainer:
             if "SIGINT" not in str(stopped) and str(stopped) != NOT_BEGUN:
                 raise
             if not self.quiet:
-                print("fit again goes on from there" if "saved" in str(stopped) else stopped, flush=True)
+                print("the next fit resumes from there" if "saved" in str(stopped) else stopped, flush=True)
             self.results = self._latest()
         if (self.run_dir / "config.yaml").is_file():
             self.config = config_file.read_run(self.run_dir)
@@ -272,7 +272,7 @@ class Trainer:
     def replaying(self, step: int, task: Task | None = None) -> Iterator[tuple[Run, Callable[[], Run | None]]]:
         """The run as it was at the nearest checkpoint before a step, to make its steps again: `watch.replay.steps`.
 
-        All ranks call it, also on another number of ranks than that of the run. Nothing is written.
+        All ranks call it, also on a different number of ranks than that of the run. Nothing is written.
 
         Args:
             step: the first step of a training is 1.
@@ -292,8 +292,8 @@ class Trainer:
         """Loss and metrics of the run's checkpoint on the task's evaluation data.
 
         Returns:
-            results by name, as `core.evaluate.evaluate` gives them. Where `data.eval` names several sets of data,
-            their names stand in front: `clean/loss`.
+            results by name, as `core.evaluate.evaluate` gives them. If `data.eval` names several sets of data,
+            each name begins with that of its set: `clean/loss`.
         """
         with self._using(task) as used:
             return used.evaluate()
@@ -339,7 +339,7 @@ class Trainer:
 
         Args:
             add: is called on rank 0 with a dict for each sample, and with whether the sample could be read.
-            inputs: read by the task (files, texts). Empty: the first `samples` evaluation samples, beside their truth.
+            inputs: read by the task (files, texts). Empty: the first `samples` evaluation samples, next to their truth.
             on_error: `raise` the error if a sample cannot be read; or `skip` the sample: its dict then has the reason
                 under `error`. None: as the config's `data.on_error`.
             begin: is called on rank 0 before the first prediction, with the number of samples.
@@ -380,7 +380,7 @@ class Trainer:
                 are written.
 
         Raises:
-            UsageError: also where a file cannot be written.
+            UsageError: also if a file cannot be written.
         """
         with self._using(task) as used:
             used.predict_rows(
@@ -404,8 +404,8 @@ class Trainer:
         """Write the checkpoint's weights into `folder`: `model.safetensors`, files that the task adds, and `model.pt2`.
 
         The tensors have the names that they have in the task's model. A warning names values of `get_extra_state` that
-        are no tensors, which the file cannot hold. torch runs `model.pt2` without the code of the model: see
-        `tasks.program.write_program`. Of a task in a file of one's own, the folder has its source, too.
+        are not tensors: the file cannot hold them. torch runs `model.pt2` without the code of the model: see
+        `tasks.program.write_program`. For a task in your own file, the folder has its source, too.
 
         Args:
             program: whether to write `model.pt2`.
@@ -422,7 +422,7 @@ class Trainer:
             return used.export(Path(folder), program=program, merge=merge, force=force)
 
     def export_training_state(self, file: str | Path, task: Task | None = None, *, force: bool = False) -> Path:
-        """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
+        """Write one file from which plain torch continues: `torch.load(file, weights_only=True)`.
 
         It has the keys of `training_state.as_torch`. Rank 0 holds the whole state in host memory.
 
@@ -473,7 +473,7 @@ def _given(task: Task | None) -> Task | None:
     """The task that a method was given.
 
     Raises:
-        UsageError: it is no object of a task, but the class.
+        UsageError: it is the class of a task instead of an object.
     """
     if isinstance(task, type):
         name = task.__name__

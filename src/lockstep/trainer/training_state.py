@@ -1,4 +1,4 @@
-"""The state of a training as a file of `torch.save`, with which plain torch goes on."""
+"""The state of a training as a file of `torch.save`, from which plain torch continues."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def as_torch(
 
     Args:
         model, optimizer: of the run. Only names, order and settings of their parameters are read.
-        of_task: `Task.schedule`, where the task has this method.
+        of_task: `Task.schedule`, if the task has this method.
 
     Returns:
-        - model: the weights with which the training goes on; `model.load_state_dict` takes it
+        - model: the weights with which the training continues; `model.load_state_dict` takes it
         - optimizer: `load_state_dict` of the optimizer takes it. Learning rates are those of the next update. A list,
-          where groups have optimizers of their own
-        - optimizer_class: the name of its class; a list, where there are several
-        - model_ema: averaged weights by name, where the run keeps an average
+          if groups have their own optimizers
+        - optimizer_class: the name of its class; a list, if there are several
+        - model_ema: averaged weights by name, if the run keeps an average
         - scaler: the state of a GradScaler, with fp16
         - step, epoch: steps and whole epochs that are done
         - lockstep: the version that wrote it
@@ -131,7 +131,7 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool = False) -> Pat
         with atomic.staged_file(path) as staging:
             torch.save(dict(content), staging)
         atomic.sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a stream cannot be written
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a stream cannot be written
         remedy = "free disk space, repair permissions, or give another place"
         raise CheckpointError(f"cannot be written: {error}", where=str(path), remedy=remedy) from error
     return path

@@ -66,7 +66,7 @@ class Exit:
         self.training.close()
 
     def close(self) -> None:
-        """Release all, where the script did not fail."""
+        """Release all if the script did not fail."""
         if self in _open:
             self._leave()
             _open.remove(self)

@@ -32,13 +32,13 @@ class State(dict[str, Any]):
         super().__setitem__(name, value)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """The value of a name, which is `default` where there is none."""
+        """The value of a name, which is `default` if there is none."""
         if name not in self:
             self[name] = default
         return self[name]
 
     def update(self, *others: Any, **more: Any) -> None:
-        """Put in all values of other dicts."""
+        """Add all values of other dicts."""
         for name, value in dict(*others, **more).items():
             self[name] = value
 

@@ -285,7 +285,7 @@ class Loop:
             group["base_lr"] = float(group["lr"])
 
     def _leave(self) -> None:
-        """Where the script left the loop early: save the state of the last step. All ranks call it.
+        """If the script left the loop early: save the state of the last step. All ranks call it.
 
         Raises:
             RankError: other ranks have not left after the same step; names the ranks.

@@ -1,4 +1,4 @@
-"""The task of a `Loop`: the user's model, optimizer and data, as the engine wants them."""
+"""The task of a `Loop`: the user's model, optimizer and data, as the engine needs them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LoopTask(Task):
         module: the user's model.
         optimizer: of its parameters.
         data: map-style training data.
-        several: the optimizers of which `optimizer` consists, by name: each is a player of the training.
+        several: the optimizers that make up `optimizer`, by name. They update in turn.
         collate: None: torch's `default_collate`.
         units: None: the body of the loop says how many units a micro-batch has.
     """
@@ -208,7 +208,7 @@ def joined(model: Any, optimizers: Mapping[str, Any], refused: Mapping[str, Any]
         raise UsageError(f"an optimizer is a {type(other).__name__}", where=where, remedy=remedy)
     held = [id(parameter) for one in optimizers.values() for group in one.param_groups for parameter in group["params"]]
     if len(set(held)) < len(held):
-        remedy = "give each optimizer parameters of its own"
+        remedy = "give each optimizer its own parameters"
         raise UsageError("two optimizers have the same parameter", where=where, remedy=remedy)
     for name, one in optimizers.items():
         for group in one.param_groups:
@@ -300,7 +300,7 @@ def check_keys(config: RunConfig) -> None:
     evaluate = "call loop.evaluate in the body"
     refused = {
         "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
-        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to cut layers over ranks"),
+        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to split layers over ranks"),
         "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
         "train.eval_every_epochs": (bool(train.eval_every_epochs), evaluate),
         "train.eval_every_steps": (bool(train.eval_every_steps), evaluate),

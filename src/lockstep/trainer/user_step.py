@@ -50,7 +50,7 @@ class LoopStep:
         self.result: StepResult | None = None
         """None until the update is done."""
         self._state, self._asked, self._turns = state, asked, turns
-        self._active = state  # that of the player whose turn it is, where there are several optimizers
+        self._active = state  # that of the player whose turn it is, if there are several optimizers
         self._heads: list[str] = []  # of the turns so far
         self._whole: StepResult | None = None  # to which the turns add
         self._begins, self._updated, self._counts_late = begins, updated, counts_late
@@ -217,7 +217,7 @@ class LoopStep:
             )
 
     def _check_gradient(self) -> None:
-        """An accumulated gradient that the body clears or scales would give another update without a word."""
+        """An accumulated gradient that the body clears or scales would give a different update without a word."""
         if self._gradient is None:
             return
         parameter, gradient, version = self._gradient

@@ -25,7 +25,7 @@ class Trial(ABC):
 
     @abstractmethod
     def changed(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of the config in place of those that the script asks for."""
+        """The keys of the config instead of those that the script asks for."""
 
     @abstractmethod
     def prepare(self, task: LoopTask) -> None:

@@ -1,4 +1,4 @@
-"""The update of a run, where its task wants another than the usual: a loss over the global batch, or players."""
+"""The update of a run whose task needs a special one: a loss over the global batch, or players."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.updates.players import AlternatingTask, turns_of
 
 
 def arrange(run: Run) -> None:
-    """Choose the update of a run, as its task wants it.
+    """Choose the update of a run, as its task requires it.
 
     Raises:
         UsageError: the players of the task do not fit its model or the config.

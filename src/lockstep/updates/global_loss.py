@@ -41,7 +41,7 @@ class _Gathered(NamedTuple):
 
     values: list[Tensor]
     """Tensors of shape (samples of the global batch, ...), detached. Samples are in the order of their indices, or of
-    their positions in the epoch where an order draws them."""
+    their positions in the epoch if an order draws them."""
     form: TreeSpec
     """How `Task.embed` nests the tensors."""
     gradients: dict[str, list[Tensor | None]]
@@ -189,7 +189,7 @@ def _rows(embedded: Any, count: int) -> tuple[list[Tensor], TreeSpec]:
     """The tensors that `Task.embed` returned, and how it nests them.
 
     Raises:
-        TrainingError: something is no tensor, or a tensor has no row for each of the `count` samples.
+        TrainingError: a value is not a tensor, or a tensor has no row for each of the `count` samples.
     """
     leaves_of, form = tree_flatten(embedded)
     for leaf in leaves_of or [None]:

@@ -1,7 +1,7 @@
-"""Alternating updates: players of a task, each with parameters and a loss of its own, update one after the other.
+"""Alternating updates: players of a task, each with its own parameters and loss, update one after the other.
 
 A step of training consumes one global batch. Each player whose turn it is makes an update with it: a whole exact step,
-`step.exact_step`, of its own parameters and its own loss. The losses of later players see the updates of earlier ones.
+`step.exact_step`, with its own parameters and loss. The losses of later players see the updates of earlier ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Player:
     match: str | Sequence[str]
     """Patterns of names of parameters, with `*` and `?`. A tied parameter goes by all its names."""
     every: int = 1
-    """It updates at every so many-th step."""
+    """It updates once in this many steps."""
     updates: int = 1
     """Updates in such a step, all with the same global batch."""
 
@@ -62,7 +62,7 @@ class Follower:
 class AlternatingTask(Task):
     """A task whose players update in turn: a generator and a discriminator, an actor and a critic.
 
-    In place of `loss`, write a method `<name>_loss(model, batch)` for each player, which returns the SUM of its loss
+    Instead of `loss`, write a method `<name>_loss(model, batch)` for each player, which returns the SUM of its loss
     over the units: a scalar tensor. `weight` returns None (the unit is the sample) or a dict by player. Evaluations
     have the losses of all players.
     """
@@ -159,7 +159,7 @@ class Turns:
 
 
 def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
-    """The players of an `AlternatingTask`, each with a strategy of its own for its parameters.
+    """The players of an `AlternatingTask`, each with its own strategy for its parameters.
 
     Raises:
         UsageError: a parameter belongs to no player or to two, a pattern matches nothing, a player has no loss; or the
@@ -171,7 +171,7 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     by_name = dict(model.named_parameters(remove_duplicate=False))
     followers = [_follow(by_name, follower) for follower in task.followers]
     if followers:
-        state.strategy.wrap(state.strategy.unwrapped)  # they do not train any more
+        state.strategy.wrap(state.strategy.unwrapped)  # they no longer train
     trainable = {name: names for name, names in names_of_parameters(model).items() if by_name[name].requires_grad}
     owned = _owned(players, trainable)
     every = [by_name[name] for names in owned.values() for name in names]
@@ -240,7 +240,7 @@ def _owned(players: Sequence[Player], parameters: Mapping[str, Sequence[str]]) -
         owners = [player.name for player in players if player.owns(names)]
         if len(owners) != 1 and len(names) > 1 and owners:
             what = f"{' and '.join(names)} are one parameter, which belongs to several players"
-            raise UsageError(what, where="Task.players", remedy="give each player parameters of its own")
+            raise UsageError(what, where="Task.players", remedy="give each player its own parameters")
         if len(owners) != 1:
             what = f"belongs to {' and '.join(owners)}" if owners else "belongs to no player"
             remedy = "let each trainable parameter match the patterns of one player, or freeze it in Task.model"

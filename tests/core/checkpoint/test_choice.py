@@ -53,7 +53,7 @@ def test_without_a_rated_checkpoint_the_default_is_the_newest_and_says_so(tmp_pa
     ("retention", "wanted", "text"),
     [
         (BEST, "7", "no checkpoint of step 7.*there are the steps 1, 2, 3, 4"),
-        (BEST, "last", "'last' is no checkpoint.*use newest, best or a step"),
+        (BEST, "last", "'last' is not a checkpoint.*use newest, best or a step"),
         (CheckpointConfig(), "best", "does not say by which result.*set checkpoint.keep_best"),
         (CheckpointConfig(keep_best="max eval/f1"), "best", "no checkpoint is evaluated"),
     ],

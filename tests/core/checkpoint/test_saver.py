@@ -429,7 +429,7 @@ def test_missing_permission_is_told_like_a_full_disk(saver, tmp_path, told, monk
         saver.wait()
     assert (saver.saved, len(saver.failures), len(told)) == (1, 1, 1)
     assert "Permission denied" in told[0]
-    assert "training goes on, and what was saved before stays" in told[0]
+    assert "training continues, and earlier checkpoints stay" in told[0]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 

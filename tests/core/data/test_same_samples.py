@@ -138,7 +138,7 @@ def test_samples_that_draw_under_the_seed_of_the_sample_are_the_same(name):
 def test_samples_that_change_each_time_are_told():
     log = run_ranks(2, trained, "each time")[0]
     assert "step 2/2" in log
-    assert "WARNING: sample 0 of the training data is another each time it is read" in log
+    assert "WARNING: sample 0 of the training data is different each time it is read" in log
 
 
 class Point:
@@ -156,7 +156,7 @@ class Point:
             torch.tensor([1.0, float("nan"), 3.0]).bfloat16(),
             "sample, at number 2 of bfloat16 [3]: 2.0 on A, and 3.0 on B",
         ),
-        ({"a": 1}, {"b": 1}, "sample['a'] on A stands where sample['b'] stands on B"),
+        ({"a": 1}, {"b": 1}, "sample['a'] on A is at the place of sample['b'] on B"),
         ([1], [1, 2], "it has 1 parts on A, and 2 on B"),
         (np.arange(9000), np.append(np.arange(8999), 1), "sample (int64 [9000]) differs after its first 4,096 numbers"),
         ([Point(), 1], [Point(), 2], "sample[1] is 1 on A, and 2 on B"),

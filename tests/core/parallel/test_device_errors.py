@@ -181,7 +181,7 @@ def test_rank_that_sees_a_single_gpu_takes_it(monkeypatch):
 def test_local_rank_without_a_gpu_is_an_error(monkeypatch):
     Gpus(monkeypatch, 2)
     assert world.pick_device("auto", 1, 2) == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match="local rank 3 needs a GPU of its own, and 2 GPUs are visible"):
+    with pytest.raises(UsageError, match="local rank 3 needs its own GPU, and 2 GPUs are visible"):
         world.pick_device("auto", 3, 1)
 
 

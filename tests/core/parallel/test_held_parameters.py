@@ -152,7 +152,7 @@ def test_hooks_are_noted_and_the_error_of_ranks_says_what_to_use():
     (note,) = held_parameters.check_hooks(model, ranks=2, sharded=False)
     assert "have hooks: 0.weight. A hook runs for each micro-batch of each rank" in note
     model[1].bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(UsageError, match=r"each rank would do something else.*: 1.bias(.|\n)*use register_hook"):
+    with pytest.raises(UsageError, match=r"each rank would do something different.*: 1.bias(.|\n)*use register_hook"):
         held_parameters.check_hooks(model, ranks=2, sharded=False)
     (note,) = held_parameters.check_hooks(model, ranks=1, sharded=False)
     assert "0.weight, 1.bias" in note

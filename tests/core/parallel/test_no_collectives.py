@@ -52,7 +52,7 @@ def test_a_collective_in_the_model_is_named_with_its_line(kind, strategy):
     first = found[0]
     assert "Task.model: it makes a collective (" in first
     assert "test_no_collectives.py:" in first
-    assert "parallel.tensor cuts its layers" in first
+    assert "parallel.tensor splits its layers" in first
 
 
 def test_a_model_may_ask_for_its_world():

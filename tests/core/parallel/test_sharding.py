@@ -65,7 +65,7 @@ def test_a_model_that_needs_its_values_is_made_everywhere_and_that_is_told(built
         (told,) = answers[name]["told"]
         assert told.endswith("every rank made it in full")
         assert (
-            "inner.table is a tensor, but no buffer"
+            "inner.table is a tensor, but not a buffer"
             if name == "keeps"
             else "RuntimeError: Tensor.item() cannot be called on meta tensors"
         ) in told
@@ -120,9 +120,9 @@ def troubles():
 
 def test_a_model_that_differs_between_ranks_is_an_error_that_names_the_rank_on_all_ranks():
     wider, retyped, longer = zip(*run_ranks(3, sharding_cases.build_unlike), strict=True)
-    assert all("rank 1 made another model than rank 0: 1.bias, 1.weight" in error for error in wider)
-    assert all("rank 2 made another model than rank 0: bias, weight" in error for error in retyped)
-    assert all("rank 1 made another model than rank 0: 1.bias, 1.weight" in error for error in longer)
+    assert all("rank 1 made a different model from rank 0: 1.bias, 1.weight" in error for error in wider)
+    assert all("rank 2 made a different model from rank 0: bias, weight" in error for error in retyped)
+    assert all("rank 1 made a different model from rank 0: 1.bias, 1.weight" in error for error in longer)
 
 
 # ---- rows
@@ -205,7 +205,7 @@ THREE = World(0, 3, 0, torch.device("cpu"))  # all of these are found before any
 def test_a_number_of_ranks_that_does_not_divide_the_world_is_an_error_that_names_those_that_do(ranks):
     with pytest.raises(
         UsageError,
-        match=rf"parallel\.shard_ranks: 3 ranks cannot be cut into groups of {ranks}\s+remedy: use one of 1, 3",
+        match=rf"parallel\.shard_ranks: 3 ranks cannot be split into groups of {ranks}\s+remedy: use one of 1, 3",
     ):
         FSDP(THREE, ParallelConfig(shard_ranks=ranks)).wrap(Forward(nn.Linear(3, 3), None), [])
 

@@ -281,7 +281,7 @@ def test_second_signal_ends_the_process_at_once(child, first, second):
     process.send_signal(second)
     _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + second
-    assert errors.strip() == "stopped at once, without saving; the same command goes on from the newest checkpoint"
+    assert errors.strip() == "stopped at once, without saving; the same command resumes from the newest checkpoint"
 
 
 @pytest.mark.parametrize("dead", [False, True])
@@ -348,7 +348,7 @@ def test_signal_while_the_command_line_is_imported_is_understood(child, number, 
     assert errors == (
         ""
         if rank
-        else f"stopped by {number.name} before training began; nothing was lost; the same command goes on from there\n"
+        else f"stopped by {number.name} before training began; nothing was lost; the same command resumes from there\n"
     )
 
 

@@ -106,7 +106,7 @@ def test_errors_before_anything_is_submitted(call, tmp_path, arguments, said):
 def test_a_secret_is_not_shown(call, tmp_path):
     done = call(*SLURM, "digits", "--env", "WANDB_API_KEY=hunter2", "--env", "A=plain")
     assert "hunter2" not in done.output
-    assert "WANDB_API_KEY stands in digits.sbatch, which only you can read" in done.stderr
+    assert "WANDB_API_KEY is in digits.sbatch, which only you can read" in done.stderr
     assert "export A=plain" in done.stdout
     path = tmp_path / "digits.sbatch"
     assert "export WANDB_API_KEY=hunter2" in path.read_text()

@@ -1,6 +1,6 @@
-"""The choice of the checkpoint that is evaluated, predicts, is exported, or gives the first weights of another run.
+"""Chooses the checkpoint to evaluate, to predict with, to export, or to take the first weights of a different run from.
 
-The run may go on meanwhile, and delete the checkpoint that was chosen. Then another is chosen, on all ranks.
+The run may continue meanwhile, and delete the chosen checkpoint. Then all ranks choose a different one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read(
     """Choose a checkpoint as `choose` does, and load it. If it is deleted meanwhile, choose and load again.
 
     Args:
-        load: loads a checkpoint. All ranks call it, perhaps several times. Where it has collectives, they must end on
+        load: loads a checkpoint. All ranks call it, perhaps several times. If it has collectives, they must end on
             all of their ranks if a file is gone.
         chosen: what `choose` returned, if it was called already.
 
@@ -69,7 +69,7 @@ def choose(
     Args:
         folder: of the checkpoints.
         retention: says by which metric the best is chosen.
-        wanted: `newest`, `best`, or a step. None: the best where the run keeps its best checkpoint, else the newest.
+        wanted: `newest`, `best`, or a step. None: the best if the run keeps its best checkpoint, else the newest.
         where: the flag or the key that says what is wanted, for errors.
 
     Returns:
@@ -81,7 +81,7 @@ def choose(
     """
     text = str(wanted) if wanted is not None else (BEST if retention.best else NEWEST)
     if text not in (NEWEST, BEST) and not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{text!r} is no checkpoint", where=where, remedy="use newest, best or a step")
+        raise UsageError(f"{text!r} is not a checkpoint", where=where, remedy="use newest, best or a step")
     if text == NEWEST:
         return _newest(folder, world)
     for _ in range(store.ATTEMPTS):

@@ -2,7 +2,7 @@
 
 DCP itself is not used to save or load, for two reasons. The share of each rank is known here before the copy to host
 memory, so a rank copies only its share. And the index is JSON: DCP's `.metadata` is a pickle, and importing DCP takes
-1.4 s (torch 2.13), for which a restarted run would wait. `.metadata` is written too, because DCP's own tools read it.
+1.4 s (torch 2.13), and a restarted run would wait for it. `.metadata` is written too, because DCP's own tools read it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def merge(shares: Iterable[Index]) -> Index:
 
 @contextlib.contextmanager
 def _without_zip_checksums() -> Iterator[None]:
-    """Keep torch.save from computing checksums of its own, which take half of its time."""
+    """Keep torch.save from computing its own checksums, which take half of its time."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -139,7 +139,7 @@ class _ChecksumStream(io.RawIOBase):
             raise
         self.crc = zlib.crc32(data, self.crc)
         size = memoryview(data).nbytes
-        # Flushing the whole file at its end could take longer than the watchdog waits.
+        # Flushing the whole file after the last write could take longer than the watchdog waits.
         if self.size // _FLUSH_BYTES != (self.size + size) // _FLUSH_BYTES:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -159,7 +159,7 @@ def checksum(path: Path) -> dict[str, Any]:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file of its own, from which torch.load reads a tensor."""
+    """A part of a file as its own file, from which torch.load reads a tensor."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.at = file, offset, length, 0
@@ -192,7 +192,7 @@ def read(
 
     Args:
         wanted: by tensor name the rows to read. None: all tensors.
-        node: the ranks of this node, where there are several. Of what several of them want, one rank reads the bytes
+        node: the ranks of this node, if there are several. Of what several of them want, one rank reads the bytes
             for all. All of them read at the same time, and to the end.
 
     Raises:
@@ -254,7 +254,7 @@ class _Files(contextlib.ExitStack):
         """Open the files that this rank reads, before ranks wait for each other. Opened files outlive their deletion.
 
         Raises:
-            CheckpointError: on all ranks of the node, where one of them cannot open a file.
+            CheckpointError: on all ranks of the node, if one of them cannot open a file.
         """
         fault: tuple[str, str] | None = None
         for name in sorted(names):
@@ -282,7 +282,7 @@ class _Files(contextlib.ExitStack):
             raise CheckpointError("is shorter than it was", where=str(self.folder / part["file"]))
 
     def load(self, name: str, part: FilePart, content: memoryview | None) -> Tensor:
-        """A part of the tensor `name`, from the bytes `content`, or where this is None from its file."""
+        """A part of the tensor `name`, from the bytes `content`, or from its file if this is None."""
         try:
             if content is None:
                 place = _Part(self.open(part["file"]), part["offset"], part["length"])

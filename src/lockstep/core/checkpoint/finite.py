@@ -55,7 +55,7 @@ def at_start(model: nn.Module, tensors: Mapping[str, Tensor], world: World) -> G
             raise TrainingError(
                 f"{describe(grades)} before the first step",
                 where=f"rank {rank}",
-                remedy="repair Task.model or train.init_from; where the run was resumed, start anew with --fresh",
+                remedy="repair Task.model or train.init_from; if the run was resumed, start again with --fresh",
             )
     return mine
 

@@ -1,4 +1,4 @@
-"""The form of a model's state: its names, shapes and dtypes. A checkpoint can be loaded where its form fits."""
+"""The form of a model's state: its names, shapes and dtypes. A checkpoint can be loaded if its form fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.core.errors import LockstepError, TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
 Kind = tuple[int | str, ...] | None
-"""Shape and dtype of a tensor; of nested values their structure. None: another value that is no tensor."""
+"""The shape and dtype of a tensor, or the structure of nested values. None: any other value."""
 _SHOWN = 5
 _EXTRA = "_extra_state"  # the last part of the name that torch gives to what `get_extra_state` returns
 
@@ -32,7 +32,7 @@ def kinds(state: Mapping[str, Any]) -> dict[str, Kind]:
 
 
 def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Of each buffer that is saved, by its name: the module that has it, and its name there. Also buffers of None."""
+    """For each saved buffer, by name: the module that has it, and its name there. Buffers may be None."""
     return {
         f"{prefix}.{key}" if prefix else key: (module, key)
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -43,7 +43,7 @@ def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a newly built model's state, and what may have another form in a checkpoint."""
+    """The form of a newly built model's state, and what may have a different form in a checkpoint."""
 
     kinds: dict[str, Kind]
     buffers: frozenset[str]
@@ -56,7 +56,7 @@ class Form:
         return cls(kinds(model.state_dict()), frozenset() if sharded else frozenset(buffer_places(model)))
 
     def misfits(self, saved: Mapping[str, Kind]) -> list[str]:
-        """The names of what cannot be loaded, sorted. `saved` need not have values that are no tensors."""
+        """The names of what cannot be loaded, sorted. `saved` need not have values other than tensors."""
         names = self.kinds.keys() | saved.keys()
         return sorted(name for name in names if not self._fits(name, saved))
 
@@ -113,20 +113,20 @@ def is_extra(name: str) -> bool:
 
 
 def load(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Call `load_state_dict` of `model` with a state in the form of its own.
+    """Call `load_state_dict` of `model` with a state in its own form.
 
     Raises:
         TrainingError: the model does not take it.
     """
     try:
         model.load_state_dict(state)
-    except LockstepError:  # of a module that finds that a checkpoint is of another model
+    except LockstepError:  # of a module that finds that a checkpoint is of a different model
         raise
     except Exception as error:
         raise TrainingError(
             f"load_state_dict does not take what state_dict returned: {type(error).__name__}: {error}",
             where="Task.model",
-            remedy="let the two fit each other: leave both as torch has them, or override both (and get_extra_state "
+            remedy="make the two match: leave both as torch has them, or override both (and get_extra_state "
             "together with set_extra_state); no run of this model can be resumed otherwise",
         ) from error
 
@@ -135,7 +135,7 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
     """Check that a checkpoint of a newly built model will hold its parameters, and that the model can load it.
 
     Args:
-        also_frozen: whether frozen parameters must be in it too, because the task alone cannot make them anew.
+        also_frozen: whether frozen parameters must be in it too, because the task alone cannot make them again.
 
     Raises:
         TrainingError: names the parameters.
@@ -152,7 +152,7 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
         raise TrainingError(
             f"state_dict leaves out {listed(lost, _SHOWN)}: a checkpoint would not hold all that a resumed run needs",
             where="Task.model",
-            remedy="leave state_dict as torch has it; what is frozen may be left out where neither train.init_from nor "
+            remedy="leave state_dict as torch has it; what is frozen may be left out if neither train.init_from nor "
             "train.unfreeze is set. `lockstep export` writes what you need of the weights",
         )
     with torch.no_grad():

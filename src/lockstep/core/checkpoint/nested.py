@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Plain = float | int | bool | str | None
-_PLAIN = (float, int, bool, str, type(None))  # a subclass, such as an enum, would come back as another type
+_PLAIN = (float, int, bool, str, type(None))  # a subclass, such as an enum, would come back as a different type
 NESTED = "nested"
 """The key of an object that `encode` made, in what a checkpoint holds besides tensors."""
 _SEQUENCES: Mapping[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -25,11 +25,11 @@ _DICTS: Mapping[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": Order
 
 
 class NotSavedError(Exception):
-    """A value is of a type that is not saved. The text says where it stands, and what it is."""
+    """A value is of a type that is not saved. The text says where it is, and what it is."""
 
 
 def encode(value: Any) -> Any:
-    """A value for JSON; `decode` makes it anew. Plain finite values stay as they are.
+    """A value for JSON; `decode` restores it. Plain finite values stay as they are.
 
     Raises:
         NotSavedError: names the part that cannot be saved.

@@ -50,7 +50,7 @@ class CheckpointConfig(Section):
         return (kind, metric) if metric else None
 
     def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
-        """The reasons for which a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
+        """The reasons why a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
         by_step = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
         reasons: dict[int, list[str]] = {}
         for checkpoint in by_step[-self.keep_last :]:

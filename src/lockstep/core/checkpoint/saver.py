@@ -1,4 +1,4 @@
-"""Saves checkpoints: copies the state to host memory, then writes it in a thread while the training goes on."""
+"""Saves checkpoints: copies the state to host memory, then writes it in a thread while the training continues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Saver:
     """Writes the checkpoints of a run. Every rank writes a share of the tensors.
 
     If a checkpoint cannot be written (disk full, no permission), the user gets a message at once, `failures` keeps it,
-    and the training goes on; earlier checkpoints stay. A state that is not finite is not saved, and ends the training.
+    and the training continues; earlier checkpoints stay. A state that is not finite is not saved and ends the training.
 
     Args:
         folder: folder of all checkpoints.
@@ -37,7 +37,7 @@ class Saver:
         tell: shows a message to the user. Called on rank 0, from any thread.
         in_background: `save` returns as soon as the state is in host memory.
         allowed: tensors that need not be finite, see `finite.at_start`.
-        held: the run directory. When another folder takes its place, nothing is saved or deleted there, and the
+        held: the run directory. When a different folder takes its place, nothing is saved or deleted there, and the
             training ends. None: it is not checked.
     """
 
@@ -71,12 +71,12 @@ class Saver:
 
         Args:
             tensors: the same names on all ranks; replicated or sharded.
-            values: state that is no tensor, the same on all ranks.
+            values: state other than tensors, the same on all ranks.
             manifest: what manifest.json says, besides the files.
 
         Raises:
-            TrainingError: on all ranks, if this or the previous state is not finite, or the run directory is another
-                folder now.
+            TrainingError: on all ranks, if this or the previous state is not finite, or the run directory is now a
+                different folder.
         """
         begun = time.perf_counter()
         self.wait()
@@ -108,13 +108,13 @@ class Saver:
             raise self.fault
 
     def kept(self) -> str:
-        """A sentence on the checkpoint from which the next start goes on. Waits for the thread, and raises nothing."""
+        """A sentence on the checkpoint from which the next start resumes. Waits for the thread, and raises nothing."""
         if self.thread is not None:
             self.thread.join()
         step = self._newest()
         if step is None:
             return "No checkpoint is saved"
-        return f"The checkpoint of step {step} is saved, and the same command goes on from there"
+        return f"The checkpoint of step {step} is saved, and the same command resumes from there"
 
     def _newest(self) -> int | None:
         return next((checkpoint.step for checkpoint in store.listed(self.folder)), None)
@@ -226,7 +226,7 @@ class Saver:
             self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")
 
     def _lost(self, shares: list[dict[str, Any]]) -> TrainingError | None:
-        """The error if the run directory of a rank is another folder now. This rank looks again, after the writes."""
+        """The error if a rank's run directory is a different folder now. This rank checks again after the writes."""
         lost: TrainingError | None = next((share["lost"] for share in shares if "lost" in share), None)
         try:
             self.check_place()
@@ -297,7 +297,7 @@ class Saver:
         free = shutil.disk_usage(self.folder).free // 2**20 if self.folder.is_dir() else 0
         shutil.rmtree(store.staging(self._anchored, step), ignore_errors=True)
         fault = f"the checkpoint of step {step} could not be written with {free} MiB free: {fault}"
-        self.tell(f"warning: {fault}; training goes on, and what was saved before stays")
+        self.tell(f"warning: {fault}; training continues, and earlier checkpoints stay")
         return fault
 
 

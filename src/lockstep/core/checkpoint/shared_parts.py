@@ -1,4 +1,4 @@
-"""Reading once per node: what several ranks of a node want of a checkpoint, one of them reads and passes on."""
+"""Reads once per node: one rank reads the parts of a checkpoint that several ranks of the node want, and sends them."""
 
 from __future__ import annotations
 

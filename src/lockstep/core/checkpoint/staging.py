@@ -26,7 +26,7 @@ class Block(NamedTuple):
 def buffers_like(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
     """For each tensor a tensor in host memory with its shape and dtype, with any values.
 
-    The tensors lie in a few blocks of memory, and each has a storage of its own: `torch.save` writes whole storages.
+    The tensors share a few blocks of memory, and each has its own storage: `torch.save` writes whole storages.
 
     Args:
         device: from which the values will come.

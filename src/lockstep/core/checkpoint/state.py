@@ -19,7 +19,7 @@ _NOTHING = torch.empty(0)
 REMEDY_FOR_GLOBAL = (
     "keep such a value in a group, as self.param_groups[0]['count']: checkpoints hold what changes there"
 )
-"""The remedy where an optimizer keeps state that belongs to no parameter."""
+"""The remedy if an optimizer keeps state that belongs to no parameter."""
 
 
 def capture(
@@ -34,8 +34,8 @@ def capture(
         `get_extra_state` returned is a copy that `nested.encode` made.
 
     Raises:
-        CheckpointError: a value cannot be saved; names it. It is no tensor, finite number, text, bool or None. What
-            `get_extra_state` returns may also be bytes, or a nested list, tuple, set or dict of such values.
+        CheckpointError: a value cannot be saved; names it. A value must be a tensor, a finite number, a text, a bool or
+            None. `get_extra_state` may also return bytes, or a nested list, tuple, set or dict of such values.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -88,10 +88,10 @@ def check_fits(
         values: what the checkpoint holds besides tensors.
 
     Returns:
-        a note on each buffer that has another shape in the checkpoint; `restore` gives it that shape.
+        a note on each buffer that has a different shape in the checkpoint; `restore` gives it that shape.
 
     Raises:
-        CheckpointError: the checkpoint is of another model; says how many tensors differ, and how the first does.
+        CheckpointError: the checkpoint is of a different model; says how many tensors differ, and how the first does.
     """
     saved = {name: (*entry["shape"], entry["dtype"]) for name, entry in index.items()}
     of_model = _without_prefix("model.", saved | dict.fromkeys(values or ()))
@@ -104,7 +104,7 @@ def check_fits(
         differing += [name for name in names if own.get(name) != saved.get(name)]
     if differing:
         first = min(differing)
-        remedy = "use the task and config that the checkpoint was made with, or start anew with --fresh"
+        remedy = "use the task and config that the checkpoint was made with, or start again with --fresh"
         if (
             first in own
             and first in saved
@@ -171,7 +171,7 @@ def restore(
         plain: values that are not tensors.
         optimizer, averages: left as they are if None.
         device: of the rank. Tensors in values of `get_extra_state` that were on an accelerator come to it. None: the
-            device of the parameters, which is another where they are kept in host memory.
+            device of the parameters, which differs if they are kept in host memory.
 
     Raises:
         CheckpointError: the optimizer's state is of a parameter that the model does not have.
@@ -242,7 +242,7 @@ def _same(one: object, other: object) -> bool:
         return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
     try:
         return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # arrays, of which each element is compared
+    except (RuntimeError, TypeError, ValueError):  # arrays compare element by element
         return False
 
 

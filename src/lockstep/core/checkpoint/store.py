@@ -1,10 +1,10 @@
-"""The folder of checkpoints: commits, lists, checks and deletes them. A checkpoint is there whole or not at all.
+"""The folder of checkpoints: commits, lists, checks and deletes them. A checkpoint exists completely or not at all.
 
 checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
 checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
 
-The manifest is written last: a directory without a valid manifest is no checkpoint. The metrics of an evaluation at the
-same step are added to the manifest later.
+The manifest is written last: a directory without a valid manifest is not a checkpoint. The metrics of an evaluation at
+the same step are added to the manifest later.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def commit(
     atomic.sync(staged)
     fail_at("before-rename", step)
     if final.exists():
-        remove(final)  # damaged: the run would have gone on from it otherwise
+        remove(final)  # damaged: otherwise the run would have resumed from it
     staged.rename(final)
     fail_at("after-rename", step)
     atomic.sync(folder)
@@ -138,12 +138,12 @@ def is_there(path: Path) -> bool:
 
 
 def is_gone(path: Path, world: World) -> bool:
-    """True on all ranks if one of them does not see a checkpoint any more. All ranks call it."""
+    """True on all ranks if one of them no longer sees a checkpoint. All ranks call it."""
     return bool(world.all_max(int(not is_there(path))))
 
 
 def deleted_too_often(folder: Path) -> CheckpointError:
-    """The error where each checkpoint that was chosen was deleted before it was read."""
+    """The error if each checkpoint that was chosen was deleted before it was read."""
     return CheckpointError(
         f"each of {ATTEMPTS} checkpoints was deleted while it was read: the run saves and deletes them too quickly",
         where=str(folder),
@@ -154,7 +154,7 @@ def deleted_too_often(folder: Path) -> CheckpointError:
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is not damaged, the same on every rank. Each rank checks a part of the files.
 
-    The checkpoints are listed again where one is deleted while it is checked.
+    The checkpoints are listed again if one is deleted while it is checked.
 
     Returns:
         the checkpoint, or None if there is none; and messages on damaged checkpoints that were passed over.
@@ -180,7 +180,7 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             complaints.append(f"{name}: {'; '.join(faults)}")
         else:
             if complaints:
-                remedy = "no valid checkpoint is left; start anew with --fresh"
+                remedy = "no valid checkpoint is left; start again with --fresh"
                 raise CheckpointError("\n".join(complaints), where=str(folder), remedy=remedy)
             return None, []
     raise deleted_too_often(folder)
@@ -190,7 +190,7 @@ def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
     """Read the index of a checkpoint once for all ranks of this node. With many ranks it is large.
 
     Args:
-        node: the ranks of this node, where there are several. They all call this.
+        node: the ranks of this node, if there are several. They all call this.
 
     Raises:
         CheckpointError: the index cannot be read.
@@ -202,7 +202,7 @@ def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
     def read(buffer: memoryview) -> None:
         try:
             buffer[:] = (checkpoint.path / INDEX).read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: it has another length
+        except (OSError, ValueError) as error:  # ValueError: it has a different length
             raise CheckpointError(f"{INDEX} cannot be read: {error}", where=str(checkpoint.path)) from error
 
     content = json.loads(bytes(node.pass_on(size, read)))

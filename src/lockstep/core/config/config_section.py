@@ -1,4 +1,4 @@
-"""The base of a config section, and what may be declared beside its keys."""
+"""The base class of a config section, and what may be declared next to its keys."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class _Determines:
 
 
 DETERMINES_TRAINING = _Determines(True)
-"""Another value trains another model. A run is not continued with another value."""
+"""A different value trains a different model. A run is not continued with a different value."""
 DOES_NOT_DETERMINE = _Determines(False)
-"""Another value trains the same model. A run may be continued with another value."""
+"""A different value trains the same model. A run may be continued with a different value."""
 
 
 class Section(BaseModel):
-    """A section of the config. Unknown keys are errors, and so are values of another type: `yes` is not a number."""
+    """A section of the config. Unknown keys are errors, and so are values of the wrong type: `yes` is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

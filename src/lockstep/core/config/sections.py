@@ -1,6 +1,6 @@
 """The configuration of a run: one pydantic model per YAML section. It imports no torch.
 
-Most sections stand beside the code that uses them. Here are those of several users.
+Most sections are next to the code that uses them. This module has the sections with several users.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _folder_name(text: str) -> str:
 def _checkpoint(wanted: Any) -> Any:
     text = str(wanted)
     if text not in ("newest", "best") and not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{text!r} is no checkpoint; write newest, best or a step")
+        raise ValueError(f"{text!r} is not a checkpoint; write newest, best or a step")
     return text
 
 
@@ -47,7 +47,7 @@ def _seconds(time: Any) -> Any:
         return time
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", time.strip())
     if match is None:
-        raise ValueError(f"{time!r} is no time; write seconds, or text such as 90s, 45m, 4h or 2d")
+        raise ValueError(f"{time!r} is not a time; write seconds, or text such as 90s, 45m, 4h or 2d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
@@ -106,7 +106,7 @@ class TrainConfig(Section):
     """Weights to begin with: a safetensors file, a folder with such a file, a file of torch.save, or the directory of a
     run. A file of torch.save may have a state of the optimizer, which is taken too."""
     init_checkpoint: Annotated[str, BeforeValidator(_checkpoint)] | None = None
-    """The checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
+    """The checkpoint of the run that `init_from` names: newest, best or a step. None: the best if that run keeps
     its best checkpoint, else the newest."""
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
@@ -121,7 +121,7 @@ class TrainConfig(Section):
 
     @property
     def known_epochs(self) -> int | None:
-        """Length in epochs, where it does not depend on the data."""
+        """Length in epochs, if it does not depend on the data."""
         return None if self.steps or self.min_steps else self.epochs or 1
 
 
@@ -185,7 +185,7 @@ class ComputeConfig(Section):
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """True if compiled code runs as CUDA graphs, where there is CUDA."""
+        """True if compiled code runs as CUDA graphs, if there is CUDA."""
         return self.compile_mode in ("reduce-overhead", "max-autotune")
 
 
@@ -210,13 +210,13 @@ class LogConfig(Section):
     """True if entries say how many floating-point operations are computed in a second."""
     train_metrics: bool = True
     """True if entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
-    where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
+    if `Task.loss` returns outputs with its losses. They are those of the trained batches, with augmentation."""
     memory: Literal["line", "table"] = "line"
-    """The form in which people are told of the memory of the ranks: a `line` at the end, or also a `table` by rank and
-    purpose, after the first entry and at the end. `metrics.jsonl` has all figures."""
+    """How the log shows the memory of the ranks: as a `line` at the end, or also as a `table` by rank and purpose,
+    after the first entry and at the end. `metrics.jsonl` has all figures."""
     pictures: Annotated[int, Field(ge=0)] = 8
     """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
-    the first step, if the task draws pictures. 0: no pictures, also none of confusion matrices."""
+    the first step, if the task draws images. 0: no images, also none of confusion matrices."""
 
 
 class RunConfig(Section):
@@ -236,7 +236,7 @@ class RunConfig(Section):
             what, example = f"{dotted!r} names a section and a key in it", {section: {key: given[dotted]}}
             raise UsageError(what, where="RunConfig(...)", remedy=f"nest them: RunConfig(**{example!r})")
         if mappings:
-            what, remedy = "takes keywords, and no mapping", "write RunConfig(**mapping), or Trainer(mapping)"
+            what, remedy = "takes keyword arguments, not a mapping", "write RunConfig(**mapping), or Trainer(mapping)"
             raise UsageError(what, where="RunConfig(...)", remedy=remedy)
         return super().__new__(cls)
 
@@ -245,7 +245,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of initial weights, of the order of samples, and of all random numbers of samples and forward passes."""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], DOES_NOT_DETERMINE] = "auto"
-    """auto: a GPU of CUDA for each rank where there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
+    """auto: a GPU of CUDA for each rank if there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
     task: dict[str, Any] = Field(default_factory=dict)
     """`kind`, and the options of this kind of task or the constructor's arguments of a user's class."""
     data: DataConfig = DataConfig()
@@ -265,7 +265,7 @@ class RunConfig(Section):
 def training_keys(config: RunConfig) -> dict[str, Any]:
     """The keys that determine the training, by dotted path, with their values.
 
-    Another value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
+    A different value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
     """
     keys = {f"{key}." for key, counts in all_keys() if counts}
     return {
@@ -289,7 +289,7 @@ def all_keys(
     """The dotted path of each key that the config may have, and whether the key determines the training.
 
     Args:
-        prefix: the path of `section`, with a dot at its end.
+        prefix: the path of `section`, followed by a dot.
         otherwise: whether keys of `section` without a marker determine the training.
     """
     for name, field in section.model_fields.items():

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Limits of a cache of decoded pictures."""
+    """Limits of a cache of decoded images."""
 
     limit_bytes: int | None = None
     """Largest size of the pixels on disk, for each data set. None: what the disk gives."""
     shorter_side: int | None = None
-    """Larger pictures are reduced to this shorter side in pixels. None: pictures are kept as they are."""
+    """Larger images are reduced to this shorter side in pixels. None: images are kept as they are."""

@@ -33,7 +33,7 @@ class Copy:
 
 
 class DeviceCopies:
-    """Copies batches to a device, on a stream of their own where the device has streams.
+    """Copies batches to a device, on a separate stream if the device has streams.
 
     Args:
         channels_last: give tensors of four dimensions (images) that memory format.
@@ -54,7 +54,7 @@ class DeviceCopies:
         if self.stream is None:
             return Copy(_to_unqueued(batch, device, format_of), device)
         self._bound_run_ahead()
-        # The host is ahead of the device, so a copy on a stream of its own overlaps the passes before.
+        # The host is ahead of the device, so a copy on its own stream overlaps the passes before.
         compute = device.current_stream()
         copied: list[torch.Tensor] = []
 

@@ -27,7 +27,7 @@ class Leaf(NamedTuple):
 
 
 def record(sample: Any) -> list[Leaf]:
-    """The first leaves of a sample. Objects of unknown kinds stand there with their type alone."""
+    """The first leaves of a sample. Objects of unknown kinds are represented only by their type."""
     found: list[Leaf] = []
     for place, value in walk(sample):
         if len(found) == _LEAVES:
@@ -43,7 +43,7 @@ def first(one: Sequence[Leaf], other: Sequence[Leaf], names: tuple[str, str]) ->
             continue
         place = f"sample{mine.place}"
         if mine.place != yours.place:
-            return f"{place} on {names[0]} stands where sample{yours.place} stands on {names[1]}"
+            return f"{place} on {names[0]} is at the place of sample{yours.place} on {names[1]}"
         if mine.kind != yours.kind:
             return f"{place} is {mine.kind} on {names[0]}, and {yours.kind} on {names[1]}"
         if isinstance(mine.head, str) or isinstance(yours.head, str):
@@ -66,7 +66,7 @@ def _first_number(place: str, leaves: tuple[Leaf, Leaf], names: tuple[str, str])
 
 
 def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in mappings, lists, tuples and dataclasses, with its place."""
+    """The values in mappings, lists, tuples and dataclasses, with their places."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from walk(item, f"{place}[{key!r}]")

@@ -21,7 +21,7 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
     """The length as `samples`, and a `digest` (hexadecimal SHA-256) of the first, the middle and the last raw sample.
 
     Args:
-        in_worker: read the samples in a process of their own. Loader workers must not inherit files that a data set
+        in_worker: read the samples in a separate process. Loader workers must not inherit files that a data set
             opens with its first sample (HDF5, LMDB).
 
     Raises:
@@ -43,7 +43,7 @@ def of_digests(length: int, digests: Sequence[str]) -> dict[str, Any]:
 
 
 def digests(data: Any, indices: Sequence[int], in_worker: bool = False) -> list[str]:
-    """Digests of raw samples, each read under a seed of its own; see `fingerprint`."""
+    """Digests of raw samples, each read under its own seed; see `fingerprint`."""
     return _read_all(_Digests(data), indices, in_worker)
 
 
@@ -63,7 +63,7 @@ def digest_of(value: Any) -> str:
 
 
 UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
-"""In the place of the digest of a sample that cannot be read."""
+"""Replaces the digest of a sample that cannot be read."""
 
 
 def _read_all(data: Dataset[Any], indices: Sequence[int], in_worker: bool) -> list[Any]:

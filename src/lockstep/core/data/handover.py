@@ -1,6 +1,6 @@
 """What loader workers hand over to their rank. A fault then has a name, and no later batch changes an earlier one.
 
-torch's DataLoader pickles what a worker returns in a thread behind it. A value that cannot be pickled is lost there,
+torch's DataLoader pickles what a worker returns in a background thread. A value that cannot be pickled is lost there,
 and the rank waits for it in vain. torch also moves the memory of tensors, so that NumPy arrays which view them show
 freed memory.
 """

@@ -69,9 +69,9 @@ class MicroBatch:
     bad: Bad = ()
     """Index and message of each sample that could not be read and was left out."""
     words: tuple[int, ...] = ()
-    """What tells its samples apart within the epoch, see `MicroBatchPlan.words`."""
+    """What distinguishes its samples within the epoch, see `MicroBatchPlan.words`."""
     places: Sequence[Any] = ()
-    """What data that are read in one direction tell of their place; see `streams.Stream.take_places`."""
+    """What data that are read in one direction report of their place; see `streams.Stream.take_places`."""
     copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
     """Begins to copy `collated` to the device. None: it is there already."""
     _copied: Copy | None = field(default=None, repr=False)
@@ -114,8 +114,8 @@ def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None
 class MicroBatches(Dataset[MicroBatch]):
     """A data set of micro-batches: `micro_batches[plan]` reads, prepares and collates samples.
 
-    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone; where
-    an order draws samples, on its position instead of the index, so that a sample that is drawn twice differs.
+    The random numbers of a sample (torch, NumPy, Python) depend only on the run's seed, the epoch and the index. If
+    an order draws samples, they depend on the position instead of the index, so that a sample drawn twice differs.
     Those of `collate` depend on the seed, the epoch and the first index, or position, of the micro-batch.
 
     Args:
@@ -288,8 +288,8 @@ class Loader:
     def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plans`, in order.
 
-        Where a worker was killed, all workers are started again, and go on with the next micro-batch. As a sample
-        depends on nothing but its index, the epoch and the seed, nothing changes.
+        If a worker was killed, all workers are started again, and continue with the next micro-batch. As a sample
+        depends only on its index, the epoch and the seed, nothing changes.
 
         Raises:
             LockstepError: a sample cannot be read, the task failed to prepare it, or a worker was killed again and
@@ -326,7 +326,7 @@ class Loader:
                 how = worker_deaths.describe(processes, error)
                 if deaths == worker_deaths.MOST_DEATHS:
                     raise self._workers_lost(how, plans, done) from error
-                self.tell(f"warning: {how}: workers are started again, and go on with the same samples")
+                self.tell(f"warning: {how}: workers are started again, and continue with the same samples")
                 del batches  # ends the other workers
                 self.batches = self._new_batches()
                 self.order.plans = functools.partial(workers.after, plans, done)
@@ -371,7 +371,7 @@ class Loader:
 
 @dataclass
 class Extra:
-    """Micro-batches that somebody wants besides those of a step. The workers read them behind these."""
+    """Micro-batches that are wanted besides those of a step. The workers read them after these."""
 
     plans: Callable[[int], Sequence[MicroBatchPlan]] = lambda step: ()
     """Those of a step: the same at each call."""
@@ -419,7 +419,7 @@ def _as_floats(weights: Any, filler: bool) -> Weights:
     by_head = weights if isinstance(weights, Mapping) else {"loss": weights}
     if not by_head:
         raise TrainingError(
-            "it returned an empty dict", where="Task.weight", remedy="return None where the unit is the sample"
+            "it returned an empty dict", where="Task.weight", remedy="return None if the unit is the sample"
         )
     named = {head: _number(head, value) for head, value in by_head.items()}
     return {head: 0.0 if filler else named[head] for head in sorted(named)}

@@ -37,7 +37,7 @@ class DataConfig(Section):
     """Source of the evaluation data; or several sources by name, such as `{clean: a.csv, noisy: b.csv}`. With names,
     the results are `eval/clean/accuracy` and so on."""
     eval_limit: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
-    """Evaluate at most so many samples of each set, spread evenly over it: the same samples each time. The results then
+    """Evaluate at most this many samples per set, spread evenly over it: the same samples each time. The results then
     also have `eval/of_samples`, the size of the set. None: all samples."""
     fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
     """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
@@ -59,15 +59,15 @@ class DataConfig(Section):
     """`label`: draw samples with replacement, each label equally often on average. For data whose labels are known; see
     lockstep --explain sampling. None: by the weights of the data set, or without weights each sample once."""
     samples_per_epoch: PositiveInt | None = None
-    """Samples that an epoch draws, where weights draw them. None: as many as the data set has."""
+    """Samples that an epoch draws, if they are drawn by weights. None: as many as the data set has."""
     cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
-    """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
+    """Images: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
     None: no cache."""
     cache_gb: Annotated[PositiveFloat, DOES_NOT_DETERMINE] = 100.0
     """Largest size of the cache in 10^9 bytes, for the training data and for the evaluation data."""
     cache_size: PositiveInt | None = None
-    """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
-    and other samples. None: pictures are kept as they are."""
+    """Shorter side in pixels to which larger images are reduced before they are kept. The cache becomes smaller, and
+    the samples change. None: images are kept as they are."""
 
     @property
     def eval_sources(self) -> dict[str, str | None]:
@@ -76,7 +76,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _size_of_a_cache(self) -> DataConfig:
-        # Otherwise another value of `cache`, which is free to change, would change the samples.
+        # Otherwise a different value of `cache`, which is free to change, would change the samples.
         if self.cache_size is not None and self.cache is None:
             raise ValueError("cache_size needs cache: decoded")
         return self

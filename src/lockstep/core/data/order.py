@@ -1,7 +1,7 @@
 """The place of each sample: pure functions of (seed, data-set length, global batch, step). NumPy only.
 
 The order of an epoch is a keyed pseudo-random permutation that is computed, never stored: any position of any
-epoch costs the same, whether the data set holds ten samples or 10^12. Where samples are grouped by length, their
+epoch costs the same, whether the data set holds ten samples or 10^12. If samples are grouped by length, their
 lengths determine the order too, and a step costs the work of its window of the epoch, which is kept.
 
 Source of the construction: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the
@@ -26,7 +26,7 @@ _30, _27, _31, _32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _ROUNDS = 8
 _BLOCK = 8192
-_WINDOW = 128  # micro-batches of a prediction that are cut together, where samples are sorted by length
+_WINDOW = 128  # micro-batches of a prediction that are cut together, if samples are sorted by length
 
 
 def derive_seed(*words: int, state: int = 0) -> int:
@@ -72,7 +72,7 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
     Args:
         positions: integers in [0, length), any shape.
         length: size of the permuted range, 1 to 2**62.
-        seed, epoch: together the key; every key gives another permutation.
+        seed, epoch: together the key; every key gives a different permutation.
 
     Returns:
         int64 array of the shape of `positions`. Memory and time depend on the number of positions, not on `length`.
@@ -104,12 +104,12 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
 
 
 class Order(Protocol):
-    """The samples that an epoch draws, in place of the permutation. It may draw a sample several times."""
+    """The samples that an epoch draws, instead of the permutation. It may draw a sample several times."""
 
     length: int
     """Positions of an epoch: the number of samples that it draws."""
     digest: str
-    """Differs where another order draws other samples."""
+    """Differs between orders that draw different samples."""
 
     def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
         """The index of the sample at each position, 0 to `length` - 1: a pure function, the same on every rank."""
@@ -136,11 +136,11 @@ class MicroBatchPlan(NamedTuple):
     """True if no sample was left for this rank. `indices` then repeats a sample, which counts with weight zero, so that
     every rank runs the same collectives."""
     positions: tuple[int, ...] = ()
-    """Positions of these samples in the epoch, where an `Order` draws them. Empty: each sample occurs once."""
+    """Positions of these samples in the epoch, if an `Order` draws them. Empty: each sample occurs once."""
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What tells these samples apart within the epoch: the last word of the seed of each."""
+        """What distinguishes these samples within the epoch: the last word of the seed of each."""
         return self.positions or self.indices
 
 
@@ -178,7 +178,7 @@ def split_for_rank(
 
 
 def group(indices: Indices, lengths: Indices | None, global_batch: int, *, seed: int, window: int) -> Indices:
-    """The samples of a window of an epoch in another order, in which each global batch has samples of similar length.
+    """The samples of a window of an epoch, reordered so that each global batch has samples of similar length.
 
     The window is sorted by length, the shortest first; samples of equal length keep their order. The sorted window is
     cut into global batches, and the batches are shuffled. The samples at the end that do not fill a batch stay there,
@@ -267,7 +267,7 @@ class StepPlan:
         return self._samples(drawn), epoch
 
     def drawn(self, step: int) -> tuple[Indices, int]:
-        """The same: (samples,). Where there is an `order`, (samples, 2), with the positions in the second column."""
+        """The same: (samples,). If there is an `order`, (samples, 2), with the positions in the second column."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
         stop = min(start + self.global_batch, self.length)
@@ -295,7 +295,7 @@ class StepPlan:
 
     @property
     def _block_size(self) -> int:
-        """Positions of an epoch that are computed together: a window of batches, where samples are grouped."""
+        """Positions of an epoch that are computed together: a window of batches, if samples are grouped."""
         return self.group_by_length * self.global_batch if self.group_by_length else _BLOCK
 
     def _block(self, epoch: int, number: int) -> Indices:
@@ -327,7 +327,7 @@ class EvaluationPlan:
     """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
     shuffled, so that ranks get about the same work."""
     limit: int | None = None
-    """Evaluate at most so many samples, spread evenly over the data set: the same samples each time. None: all."""
+    """Evaluate at most this many samples, spread evenly over the data set: the same samples each time. None: all."""
 
     @property
     def count(self) -> int:
@@ -347,7 +347,7 @@ class EvaluationPlan:
         return self.by_rank(1)[0][0].indices[:count]
 
     def in_turns(self, rank: int, world: int) -> Iterator[MicroBatchPlan]:
-        """The micro-batches of one rank, where `world` ranks take the micro-batches in turn.
+        """The micro-batches of one rank, if `world` ranks take the micro-batches in turn.
 
         Every rank has the same number of them. After each turn the outputs of the first samples are complete, up to a
         window of samples: samples of similar length share a micro-batch only within such a window. So outputs can be

@@ -123,7 +123,7 @@ def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.
 
 
 class SampleSeeding:
-    """Gives every sample random numbers of its own, at little cost for samples that draw none.
+    """Gives every sample its own random numbers, at little cost for samples that draw none.
 
     torch's generator is seeded for each sample: code may draw from a fork of it, which leaves no trace. NumPy's and
     Python's generators take longer to seed, so they are seeded only after a sample was seen to draw from them. Before a

@@ -31,7 +31,7 @@ def check(
         where: what makes the data.
 
     Returns:
-        a warning, where a sample changes each time it is read, and else nothing.
+        a warning, if a sample changes each time it is read, and else nothing.
 
     Raises:
         UsageError: ranks have different samples. Names them, the ranks and the first difference.
@@ -51,9 +51,9 @@ def check(
         index = indices[place]
         if first[1] or other[1]:
             return [
-                f"WARNING: sample {index} of the {what} data is another each time it is read: it draws from a "
+                f"WARNING: sample {index} of the {what} data is different each time it is read: it draws from a "
                 "generator that no seed reaches, such as numpy.random.default_rng(). The run cannot be repeated, and a "
-                "run that goes on may take the data for others.\n  remedy: draw from the global generator of torch, "
+                "resumed run may take the data for different data.\n  remedy: draw from the global generator of torch, "
                 "NumPy or Python, which Lockstep seeds for each sample, or seed the generator with the index"
             ]
         ranks = [number for number, found in enumerate(gathered) if found[place] not in ("", gathered[0][place])]

@@ -16,7 +16,7 @@ from lockstep.core.errors import (
     short_traceback,
 )
 
-_OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and pictures are among them
+_OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and images are among them
 
 
 def error_of_sample(index: int, error: Exception, *, where: str, method: str) -> LockstepError:
@@ -28,8 +28,8 @@ def error_of_sample(index: int, error: Exception, *, where: str, method: str) ->
         method: that raised the error: `Task.prepare`, or the data set's own `__getitem__`.
 
     Returns:
-        a DataError, where the sample is at fault: an error of files, of values, or of a library that decodes. A
-        TrainingError with a traceback, where the code is at fault: all other errors.
+        a DataError, if the sample is at fault: an error of files, of values, or of a library that decodes. A
+        TrainingError with a traceback, if the code is at fault: all other errors.
     """
     if isinstance(error, DataError):
         return DataError(error.what, where=error.where or where, remedy=error.remedy)
@@ -47,13 +47,13 @@ def error_of_sample(index: int, error: Exception, *, where: str, method: str) ->
     return TrainingError(
         f"{method} failed for sample {index} ({where}): {text}\n{short_traceback(error)}",
         where=line,
-        remedy="repair this code. Where the sample itself is at fault, raise ValueError with the reason there: then "
-        "data.on_error=skip goes on without the sample",
+        remedy="repair this code. If the sample itself is at fault, raise ValueError with the reason there: then "
+        "data.on_error=skip continues without the sample",
     )
 
 
 def error_of_batch(indices: Sequence[int], error: Exception) -> LockstepError | None:
-    """The error to raise where `Task.collate` raised `error` for the samples `indices`. None: `error` as it is."""
+    """The error to raise if `Task.collate` raised `error` for the samples `indices`. None: `error` as it is."""
     if isinstance(error, LockstepError | OSError | MemoryError):
         return None
     if known := shortages.explanation(error) or debugging.explanation(error):

@@ -21,7 +21,7 @@ def map_tensors(value: Any, change: Change, own: Callable[[Any], Any] | None = N
     tensor is not copied.
 
     Args:
-        own: is called with each object that is no tensor. It returns the changed object, where the object can change
+        own: is called with each object that is not a tensor. It returns the changed object, if the object can change
             itself, or else `NotImplemented`.
     """
     if isinstance(value, Tensor):
@@ -92,7 +92,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def moves_itself(value: Any) -> bool:
-    """True if an object that is no tensor has a method `to` that moves it to a device, and is no plain mapping.
+    """True if an object has a method `to` that moves it to a device, and is neither a tensor nor a plain mapping.
 
     A mapping with this method, such as the `BatchEncoding` of a tokenizer, is not meant: its items are known.
     """
@@ -103,8 +103,8 @@ def moved(value: Any, device: torch.device, *, non_blocking: bool = False) -> An
     """An object that moves itself, on `device`.
 
     Args:
-        value: for which `moves_itself` is true.
-        non_blocking: passed on where its method takes it.
+        value: an object with `moves_itself(value)`.
+        non_blocking: passed on if its method takes it.
     """
     clone = copy.copy(value)  # its method may change the object
     if non_blocking:
@@ -140,7 +140,7 @@ def pinned(value: Any) -> Any:
     def pin(tensor: Tensor) -> Tensor:
         if not is_plain(tensor) or tensor.device.type != "cpu":
             return tensor
-        # torch cannot pin an expanded tensor, several of whose elements share memory.
+        # torch cannot pin an expanded tensor, because several of its elements share memory.
         is_expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return (tensor.contiguous() if is_expanded else tensor).pin_memory()
 

@@ -1,4 +1,4 @@
-"""Loader workers that were killed: how torch's DataLoader tells, and by which signal."""
+"""Loader workers that were killed: how torch's DataLoader reports it, and by which signal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDY = (
     "lower data.workers if the memory of the machine is short (the system log has a line of the out-of-memory killer); "
     "else a sample crashes the code that reads it: data.workers=0 shows where"
 )
-# What torch says where a worker has ended. The thread that pins memory fails on data of a process that is gone.
+# What torch says if a worker has ended. The thread that pins memory fails on data of a process that is gone.
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly")
 _workers: list[BaseProcess] = []
 
@@ -39,13 +39,13 @@ def _end_workers() -> None:
 def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]]:
     """Begin to iterate over `loader`, which starts its workers if they do not run yet.
 
-    torch handles SIGCHLD: where a worker is killed, its handler raises in whatever code the main thread runs, such as
-    in the middle of a step, which could not go on from there. So the handler is taken back, whichever DataLoader of
+    torch handles SIGCHLD: if a worker is killed, its handler raises in whatever code the main thread runs, such as
+    in the middle of a step, which could not continue from there. So the handler is removed, whichever DataLoader of
     this process has installed it. torch installs it once. The DataLoader then raises from `next`, at most 5 seconds
     after it has nothing else to give.
 
     Returns:
-        the iterator, and processes of which some are the workers.
+        the iterator, and processes that include the workers.
 
     Raises:
         ShortageError: shared memory has no room for the queues of workers.
@@ -69,7 +69,7 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
 
 
 def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
-    """All that a short DataLoader gives. Where a worker was killed, another DataLoader begins from the start.
+    """All that a short DataLoader gives. If a worker was killed, a new DataLoader begins from the start.
 
     Args:
         make: makes the DataLoader.
@@ -92,7 +92,7 @@ def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
 
 
 def killed_again(how: str, where: str) -> DataError:
-    """The error where workers were killed `MOST_DEATHS` times in a row.
+    """The error if workers were killed `MOST_DEATHS` times in a row.
 
     Args:
         how: see `describe`.

@@ -1,4 +1,4 @@
-"""The processes that read samples beside the training: what they run, what they return, and how they end."""
+"""The processes that read samples next to the training: what they run, what they return, and how they end."""
 
 from __future__ import annotations
 

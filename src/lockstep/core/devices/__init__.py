@@ -70,7 +70,7 @@ def has_mps() -> bool:
 
 
 def rather_than_mps(wanted: str) -> str:
-    """The key `device` for what needs float64 or compares ranks: `cpu` where `auto` would take the GPU of a Mac.
+    """The key `device` for what needs float64 or compares ranks: `cpu` if `auto` would take the GPU of a Mac.
 
     Args:
         wanted: auto, cpu, cuda or mps.

@@ -1,4 +1,4 @@
-"""Devices with memory and queues of their own, which torch drives by a module like torch.cuda."""
+"""Devices with their own memory and queues, which torch drives by a module like torch.cuda."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.core.devices.device import Device
 
 
 class Accelerator(Device):
-    """A device with memory and queues of its own.
+    """A device with its own memory and queues.
 
     It uses torch's module of this kind of devices (`torch.get_device_module`), which has the functions of torch.cuda.
     """

@@ -21,7 +21,7 @@ from lockstep.core.errors import UsageError
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
-_ANSWER_S = 10.0  # nvidia-smi hangs where a driver does
+_ANSWER_S = 10.0  # nvidia-smi hangs if a driver does
 _WAITED = "called a synchronizing CUDA operation"
 
 

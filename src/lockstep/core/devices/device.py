@@ -42,7 +42,7 @@ class Device:
     """True if its memory is apart from the host's, and torch's allocator counts it. Otherwise `allocated` and `peak`
     are the memory of the process."""
     has_own_generator: ClassVar[bool] = False
-    """True if it has a random number generator of its own, besides the CPU's."""
+    """True if it has its own random number generator, besides the CPU's."""
     has_fused_adam: ClassVar[bool] = False
     """True if Adam and AdamW update by a single kernel, unless the config says otherwise."""
     has_sync_batch_norm: ClassVar[bool] = False
@@ -58,11 +58,11 @@ class Device:
         return platform.processor() or platform.machine()
 
     def identity(self) -> str | None:
-        """A text that tells it from all other devices, where a device takes one rank; None where ranks share it."""
+        """A text that distinguishes it from all other devices, if a device takes one rank; None if ranks share it."""
         return None
 
     def select(self) -> None:
-        """Make it the current device of this process, where a kind has several devices."""
+        """Make it the current device of this process, if a kind has several devices."""
 
     def near_cpus(self, binding: str) -> contextlib.AbstractContextManager[None]:
         """Inside, this process and those that it starts run only on the CPUs near the device, if it is near to some.
@@ -71,7 +71,7 @@ class Device:
             binding: which CPUs: `node`, `socket`, `exclusive` or `core-complex`, as in `torchrun --numa-binding`.
 
         Raises:
-            UsageError: the system does not tell which CPUs these are, or does not allow them.
+            UsageError: the system does not report which CPUs these are, or does not allow them.
         """
         return contextlib.nullcontext()
 
@@ -90,7 +90,7 @@ class Device:
         return [ProfilerActivity.CPU]
 
     def note(self) -> str | None:
-        """The first line of the log of a training on it; None where there is nothing to say."""
+        """The first line of the log of a training on it; None if there is nothing to say."""
         return None
 
     # ---- random numbers
@@ -99,7 +99,7 @@ class Device:
         """Seed its own generator, if it has one, with 64 bits."""
 
     def generator_state(self) -> Tensor | None:
-        """The state of its own generator, on the CPU; None if it has none."""
+        """The state of its generator, on the CPU; None if it has none."""
         return None
 
     def set_generator_state(self, state: Tensor) -> None:
@@ -117,11 +117,11 @@ class Device:
         """Wait until it has done everything that was queued."""
 
     def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Inside, `note` is called where the host waits for it, if it tells. The caller's frames are on the stack."""
+        """Inside, `note` is called where the host waits for it, if it reports that, with the caller on the stack."""
         return contextlib.nullcontext()
 
     def new_stream(self) -> Any | None:
-        """A queue for copies beside the computation. None: copies cannot run beside it."""
+        """A queue for copies during the computation. None: copies cannot run during it."""
         return None
 
     def current_stream(self) -> Any:
@@ -144,17 +144,17 @@ class Device:
         """Wait until the device has come to a mark."""
 
     def seconds_between(self, first: Any, second: Any) -> float:
-        """The time between two marks, to both of which the device has come."""
+        """The time between two marks that the device has reached."""
         return float(second - first)
 
     # ---- memory
 
     def memory(self) -> int | None:
-        """Bytes that it has in all. None: unknown, or it has no memory of its own."""
+        """Bytes that it has in all. None: unknown, or it has no separate memory."""
         return None
 
     def allocated(self) -> int:
-        """Bytes held now. Where the system does not tell, the most bytes held so far."""
+        """Bytes held now. If the system does not report it, the most bytes held so far."""
         return host_memory.resident()
 
     def peak(self) -> int:
@@ -162,15 +162,15 @@ class Device:
         return host_memory.peak()
 
     def reset_peak(self) -> None:
-        """Begin a new peak, where the system can. Otherwise `peak` only grows."""
+        """Begin a new peak, if the system can. Otherwise `peak` only grows."""
         host_memory.reset_peak()
 
     def reserved_peak(self) -> int:
-        """Most bytes that torch's allocator has reserved since `reset_peak`; 0 where it has no memory of its own."""
+        """Most bytes that torch's allocator has reserved since `reset_peak`; 0 if it has no separate memory."""
         return 0
 
     def free_memory(self) -> tuple[int, int] | None:
-        """Free bytes and all bytes of its own memory; None where it has none, or the system does not tell."""
+        """Free bytes and all bytes of its separate memory; None if it has none, or the system does not report it."""
         return None
 
     def users(self) -> list[str]:
@@ -184,7 +184,7 @@ class Device:
     def is_shortage(error: BaseException) -> bool:
         """True if an error says that the memory of a device was not sufficient.
 
-        torch raises an error of its own class where its allocator gets no memory. Libraries that allocate by themselves
+        torch raises its own class of error if its allocator gets no memory. Libraries that allocate by themselves
         (cuBLAS, cuDNN, NCCL, Triton) raise a RuntimeError or one of its subclasses, which only the text tells apart.
         An error that was raised `from` such an error counts, too, unless it is an error of Lockstep.
         """
@@ -201,7 +201,7 @@ class Device:
     def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
         """Inside, allocations are recorded, and written to `file` when the memory does not suffice for the first time.
 
-        It does nothing where torch does not count the memory of the device.
+        It does nothing if torch does not count the memory of the device.
         """
         return contextlib.nullcontext()
 

@@ -15,7 +15,7 @@ _PROC = Path("/proc/self")
 
 
 def resident() -> int:
-    """Bytes that are resident now. Where the system does not tell, the most bytes so far."""
+    """Bytes that are resident now. If the system does not report it, the most bytes so far."""
     return _status("VmRSS") or _max_rss()
 
 
@@ -25,7 +25,7 @@ def peak() -> int:
 
 
 def reset_peak() -> None:
-    """Begin a new peak, where the system can."""
+    """Begin a new peak, if the system can."""
     with contextlib.suppress(OSError):
         (_PROC / "clear_refs").write_text("5")
 

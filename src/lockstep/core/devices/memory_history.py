@@ -36,7 +36,7 @@ def recorded(file: Path) -> Iterator[None]:
 
 @functools.cache
 def _observe() -> None:
-    """Let the allocator call `write` before it raises an error. It cannot be told to stop, so this is done once."""
+    """Let the allocator call `write` before it raises an error. It has no way to stop, so this is done once."""
     torch._C._cuda_attach_out_of_memory_observer(lambda *_: write())  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""What a pass beside the training must not change: buffers (such as BatchNorm statistics), parameters, attributes."""
+"""What a pass outside the training must not change: buffers (such as BatchNorm statistics), parameters, attributes."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
     they were before. Lists, sets, dicts and deques that are attributes have the same items as before, and random
     generators that are attributes, also of the task, the same state.
 
-    Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
+    Every pass that is not part of the training runs inside: trials, counts, drawings, evaluations. Some models change
     themselves in a forward pass, whatever its mode: momentum encoders (MoCo, BYOL, DINO), `Embedding(max_norm=...)`,
-    modules that count their calls or draw from a generator of their own. One such pass more would train another model.
+    modules that count their calls or draw from their own generator. One more such pass would train a different model.
 
     torch does not count all changes (`parameter.data.mul_(...)`), so the values are copied. With a GPU, the copies of
     parameters are in the memory of its host. Of sharded parameters, each rank copies its rows.
 
     Args:
-        module: without the wrapper of a strategy, which keeps numbers of its own. If it is sharded, its parameters are
+        module: without the wrapper of a strategy, which keeps its own numbers. If it is sharded, its parameters are
             not gathered.
-        kind: a name for passes that are made again and again, such as evaluations. Where the first of them leaves all
+        kind: a name for passes that are made again and again, such as evaluations. If the first of them leaves all
             parameters as they were, the others are made without a copy, which costs time and memory of the host.
     """
     known, has_ended = _unchanged.setdefault(module, set()), False

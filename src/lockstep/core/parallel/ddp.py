@@ -41,10 +41,10 @@ class DDP(Single):
         )
         # `begin_step` gives every rank the buffers of rank 0.
         self.forward.broadcast_buffers = False  # the argument of this name would also leave them out here
-        # DDP arranges its gradient buckets anew after the first backward pass. With three ranks and more, the order in
+        # DDP rearranges its gradient buckets after the first backward pass. With three ranks and more, the order in
         # which an element is added over ranks depends on its place in the bucket. Without a warm-up, the first step
-        # after a restart would differ in its last bits from the same step of a run that went on (seen on gloo with 3
-        # and 4 ranks). With a static graph, the first backward pass must not be one without reduction.
+        # after a restart would differ in its last bits from the same step of a run that never stopped (seen on gloo
+        # with 3 and 4 ranks). With a static graph, the first backward pass must not be one without reduction.
         rearranges = self.world.size > 2 and not self.options.find_unused_parameters
         self.must_warm_up = self.options.static_graph or rearranges
 

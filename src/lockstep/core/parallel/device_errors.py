@@ -16,7 +16,7 @@ _SHORTAGE = re.compile(r"out of memory|ALLOC_FAILED", re.IGNORECASE)
 _HARDWARE = re.compile(r"\bECC\b|NVLink|\bXid\b|unspecified launch failure|hardware", re.IGNORECASE)
 
 _ADVICE_ASSERT = (
-    "a kernel found a wrong value, most often an index out of range: check that labels lie between 0 and the number of "
+    "a kernel found a wrong value, most often an index out of range: check that labels are between 0 and the number of "
     "classes - 1, and token ids below the size of the vocabulary. With the environment variable "
     "CUDA_LAUNCH_BLOCKING=1 the traceback names the operation; with device=cpu the error names the value"
 )
@@ -53,7 +53,7 @@ def is_of_another_rank(text: str) -> bool:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """True if `error` or a cause of it says that this process cannot use its GPU any more."""
+    """True if `error` or a cause of it says that this process can no longer use its GPU."""
     return _fatal_cause(error) is not None
 
 
@@ -61,13 +61,13 @@ _lost: list[str] = []
 
 
 def note(error: BaseException) -> None:
-    """Remember where `error` says that this process cannot use its GPU any more."""
+    """Remember if `error` says that this process can no longer use its GPU."""
     if is_fatal(error):
         _lost.append(str(error))
 
 
 def has_lost_device() -> bool:
-    """True if an error that was noted says that this process cannot use its GPU any more."""
+    """True if an error that was noted says that this process can no longer use its GPU."""
     return bool(_lost)
 
 

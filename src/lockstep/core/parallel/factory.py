@@ -15,7 +15,7 @@ def make_strategy(options: ParallelConfig, world: World, *, trains: bool = True)
     """The strategy that `options` ask for. On one rank there is nothing to synchronise or shard: it is `Single`.
 
     Args:
-        trains: whether gradients will be computed. Where they are not, `ddp` has nothing to do and becomes `Single`
+        trains: whether gradients will be computed. If they are not, `ddp` has nothing to do and becomes `Single`
             too.
 
     Raises:

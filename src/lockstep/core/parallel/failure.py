@@ -1,4 +1,4 @@
-"""When one rank fails, all ranks end and say which rank failed and why: the first failure stands in a shared store."""
+"""When one rank fails, all ranks end and say which rank failed and why: a shared store keeps the first failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FailureBoard:
     """The first failure of any rank, in a store that all ranks reach.
 
     A thread looks at the store every second. A rank that waits in a collective for the failed rank usually wakes by
-    itself, because the connection closes. Where it does not wake (NCCL), the thread ends the process after `_GRACE_S`.
+    itself, because the connection closes. If it does not wake (NCCL), the thread ends the process after `_GRACE_S`.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -55,7 +55,7 @@ class FailureBoard:
         """Tell the other ranks that this rank failed with `error`.
 
         Returns:
-            the error to raise instead, where this rank failed because another rank did; else None.
+            the error to raise instead, if this rank failed because another rank did; else None.
         """
         lost = _is_of_connection(error)
         if lost:  # the rank that caused this may be about to write its failure

@@ -2,7 +2,7 @@
 
 `LOCKSTEP_FAIL_AT="rank:step:place:action[:marker]"`, or several of these separated by spaces. The step may be `*`. The
 action is kill (SIGKILL), exit, raise, full (no space left on device), hang, or stop (SIGTERM to itself). The marker is
-a file that the first failure creates; where the file exists, the rank does not fail again.
+a file that the first failure creates; if the file exists, the rank does not fail again.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class FSDP(Single):
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
         self._mark_waits(forward)
-        if self._waits is not None:  # a hook would cut compiled code into pieces
+        if self._waits is not None:  # a hook would break compiled code into pieces
             self._writes = GatheredWrites(forward, self._modules)
         self._note_trainable()
 
@@ -73,7 +73,7 @@ class FSDP(Single):
         A slow rank makes the others wait there, so that the passes of all ranks take equally long.
         """
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in forward.modules()):
-            self._waits = None  # a hook would cut the compiled code into pieces
+            self._waits = None  # a hook would break the compiled code into pieces
             return
         if self.world.size == 1:
             return
@@ -156,8 +156,8 @@ class FSDP(Single):
     @contextlib.contextmanager
     def inference(self) -> Generator[Forward, None, None]:
         self._reshard()
-        # A block that stays gathered after its first call needs no collective in further calls, of which other ranks
-        # may have less. The root always stays gathered.
+        # A block that stays gathered after its first call needs no collective in further calls. Other ranks may
+        # make fewer of them. The root always stays gathered.
         kept = self._units if self.forward.calls_vary else []
         for unit, _ in kept:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -205,7 +205,7 @@ class FSDP(Single):
         return find_ends(model, blocks)
 
     def _mesh(self) -> Any:
-        """The device mesh: a dimension `shard`, after a dimension `replicate` where `shard_ranks` is less than the
+        """The device mesh: a dimension `shard`, after a dimension `replicate` if `shard_ranks` is less than the
         world."""
         ranks = self.world.size
         size = shard_size(ranks, self.options.shard_ranks)
@@ -221,7 +221,7 @@ class FSDP(Single):
 
         options = self.options
         attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
-        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are no
+        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are not
         # parameters.
         param_dtype = _DTYPES.get(options.param_dtype or "")
         reduce_dtype = _DTYPES.get(options.reduce_dtype or "", torch.float32 if param_dtype else None)
@@ -250,7 +250,7 @@ def _root(forward: Any) -> nn.Module:
 
 
 def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise where FSDP cannot shard a parameter, with its name, or cannot be used with CUDA graphs."""
+    """Raise if FSDP cannot shard a parameter, with its name, or cannot be used with CUDA graphs."""
     of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
     if forward.uses_graphs:
         raise UsageError(
@@ -275,7 +275,7 @@ def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise UsageError(
                 f"parameters that are sharded together have several dtypes: {named}",
                 where="parallel.strategy=fsdp",
-                remedy="use one dtype, or give modules of another dtype a place of their own in parallel.shard_modules",
+                remedy="use one dtype, or list modules of a different dtype separately in parallel.shard_modules",
             )
 
 
@@ -289,7 +289,7 @@ def shard_size(ranks: int, wanted: int | None) -> int:
     if size > ranks or ranks % size:
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise UsageError(
-            f"{ranks} ranks cannot be cut into groups of {size}",
+            f"{ranks} ranks cannot be split into groups of {size}",
             where="parallel.shard_ranks",
             remedy=f"use one of {', '.join(map(str, divisors))}",
         )

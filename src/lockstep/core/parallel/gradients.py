@@ -17,7 +17,7 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     meshes: list[Any] = [parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")]
     if not meshes:
         return nn.utils.get_total_norm(_local_grads(parameters))
-    mesh = max(meshes, key=lambda mesh: mesh.ndim)  # some parameters of a mesh are not cut over tensor groups
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)  # some parameters of a mesh are not split over tensor groups
     cut = "tensor" in mesh.mesh_dim_names
     counted = [p for p in parameters if not cut or mesh.get_local_rank("tensor") == 0 or is_cut(p)]
     grads = _local_grads(counted)

@@ -15,7 +15,7 @@ _parent = os.getppid()
 
 
 def _after_fork() -> None:
-    """A rank may be forked after this module was imported, and has another parent then."""
+    """A rank may be forked after this module was imported, and has a different parent then."""
     global _parent
     _parent = os.getppid()
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel import torch_internals
 
-_ITEMS, _VALUES = 10_000, 200_000  # looked at in a collection; looked at in all
+_ITEMS, _VALUES = 10_000, 200_000  # looked at in a collection; looked at in total
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
@@ -46,7 +46,7 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
     if after and ranks > 1:
         raise UsageError(
             "register_post_accumulate_grad_hook runs before gradients are added over ranks, so each rank would do "
-            f"something else. These parameters have such hooks: {listed(after)}",
+            f"something different. These parameters have such hooks: {listed(after)}",
             where="Task.model",
             remedy="use register_hook for what is linear in the gradient, such as a mask; or train on one rank",
         )
@@ -55,12 +55,12 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
     return [
         f"note: the gradients of these parameters have hooks: {listed(before + after)}. A hook runs for each "
         "micro-batch of each rank. A mask or another factor is right. What is not linear in the gradient, such as a "
-        "clamp, trains another model with another batch.micro or number of ranks"
+        "clamp, makes the trained model depend on batch.micro and the number of ranks"
     ]
 
 
 def check_renormalised(model: nn.Module, *, ranks: int) -> None:
-    """Check that no forward pass shortens rows of an embedding (`max_norm`), where each rank has other samples.
+    """Check that no forward pass shortens rows of an embedding (`max_norm`), if each rank has different samples.
 
     Each rank would shorten the rows that its own samples look up: replicas differ, and shards lose the change.
 
@@ -72,7 +72,7 @@ def check_renormalised(model: nn.Module, *, ranks: int) -> None:
     if found and ranks > 1:
         raise UsageError(
             f"with max_norm, each rank shortens the rows that its own samples look up, so {ranks} ranks would hold "
-            f"other weights: {listed(found)}",
+            f"different weights: {listed(found)}",
             where="Task.model",
             remedy="leave max_norm out and shorten what is looked up, in the model: "
             "vectors * (max_norm / vectors.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one rank",
@@ -82,7 +82,7 @@ def check_renormalised(model: nn.Module, *, ranks: int) -> None:
 def check_references(model: nn.Module, task: object) -> None:
     """Check that nothing holds a parameter of `model` but the modules that register it.
 
-    Sharding puts new parameters in place of those that `model` has now. A list of parameters, say, would keep the
+    Sharding replaces the parameters that `model` has now with new ones. A list of parameters, say, would keep the
     values of the beginning, and its gradients would be lost. Attributes of the task and of modules are followed through
     collections, objects, partial functions and closures.
 
@@ -114,7 +114,7 @@ def check_references(model: nn.Module, task: object) -> None:
         raise UsageError(
             f"parameters are held outside the modules that register them: {listed(found, 5)}",
             where="parallel.strategy=fsdp",
-            remedy="sharding puts new parameters in their place, so these would keep their first values: hold the "
+            remedy="sharding replaces them with new parameters, so these would keep their first values: hold the "
             "module, and take its parameters where they are used (module.weight); or use ddp",
         )
 
@@ -122,8 +122,8 @@ def check_references(model: nn.Module, task: object) -> None:
 def check_shared_memory(model: nn.Module) -> None:
     """Check that no parameter of `model` shares memory with another parameter, a buffer, or a tensor in an attribute.
 
-    Sharding copies each parameter to memory of its own: what the optimizer then writes into one is not in the other.
-    One parameter with two names is another thing: it stays one.
+    Sharding copies each parameter to its own memory: what the optimizer then writes into one is not in the other.
+    One parameter with two names is different: it stays one.
 
     Raises:
         UsageError: names the tensors.

@@ -20,7 +20,7 @@ LAUNCHED = "LOCKSTEP_LAUNCHED"
 RESTARTS = "LOCKSTEP_RESTARTS"
 """Environment variable: how often the launcher has restarted its ranks."""
 INTERRUPTED = "LOCKSTEP_INTERRUPTED"
-"""Environment variable: 1 where the start before this was interrupted, such as by a kill; 0 after too little memory."""
+"""Environment variable: 1 if the start before this was interrupted, such as by a kill; 0 after too little memory."""
 LOST_NODE = "LOCKSTEP_LOST_NODE_S"
 """Environment variable: after the loss of a node, seconds in which its ranks may still hold the run directory."""
 FOLDER = "LOCKSTEP_HEARTBEATS"
@@ -33,7 +33,7 @@ _REPORT = "TORCHELASTIC_ERROR_FILE"  # of torch's agent, in which torchrun looks
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr, from a signal handler too. Nobody reads it where the terminal is gone."""
+    """Write a line to stderr, from a signal handler too. Nobody reads it if the terminal is gone."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -71,7 +71,7 @@ def report_failure(error: BaseException, text: str) -> None:
     path = os.environ.get(_REPORT)
     if not path:
         return
-    stopped = isinstance(error, Preempted)  # by the launcher, where another rank failed
+    stopped = isinstance(error, Preempted)  # by the launcher, if another rank failed
     # Renamed when it is complete: this process may be killed while it writes, and nobody can read half a file.
     unfinished = Path(f"{path}.{os.getpid()}")
     try:
@@ -89,7 +89,7 @@ def report_failure(error: BaseException, text: str) -> None:
         )
         unfinished.rename(path)
     except OSError as fault:  # the exit code says the rest
-        tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(the launcher cannot be told of it: {fault})")
+        tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(this could not be reported to the launcher: {fault})")
 
 
 def _is_from_outside(error: BaseException) -> bool:

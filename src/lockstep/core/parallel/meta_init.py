@@ -20,7 +20,7 @@ _MESSAGE_BYTES = 1 << 25  # of a parameter, sent at a time
 def build_on_meta(make: Callable[[], nn.Module], world: World) -> tuple[nn.Module, dict[str, Tensor], list[str]]:
     """A model on the meta device, and on rank 0 the values that `make` gave it there.
 
-    Other ranks call `make` under `torch.device("meta")`, so they hold no copy. Where that does not work (a model that
+    Other ranks call `make` under `torch.device("meta")`, so they hold no copy. If that does not work (a model that
     computes with its weights while it is made), every rank makes the model in full and drops the values.
 
     Returns:
@@ -48,8 +48,8 @@ def build_on_meta(make: Callable[[], nn.Module], world: World) -> tuple[nn.Modul
     by_rank: list[tuple[int, list[str]]] = world.broadcast(world.gather((world.rank, differing)))
     for rank, names in by_rank:
         if names:
-            what = f"rank {rank} made another model than rank 0: {', '.join(names[:5])}"
-            raise TrainingError(what, where="Task.model", remedy="make the model alike on all ranks")
+            what = f"rank {rank} made a different model from rank 0: {', '.join(names[:5])}"
+            raise TrainingError(what, where="Task.model", remedy="make the same model on all ranks")
     messages = []
     if faults:
         messages.append(f"the model cannot be made without its values ({faults[0]}): every rank made it in full")
@@ -79,7 +79,7 @@ def materialise(model: nn.Module, values: dict[str, Tensor], world: World, devic
     """Give a model on the meta device, sharded or not, the values that rank 0 has.
 
     Args:
-        values: on rank 0 the values that `take_values` returned there; elsewhere empty. Emptied on the way, so that
+        values: on rank 0 the values that `take_values` returned there; elsewhere empty. Emptied meanwhile, so that
             never more than one full copy exists.
         device: where parameters live. Buffers live on the device of the rank.
     """
@@ -134,7 +134,7 @@ def _stray_meta_tensor(model: nn.Module) -> str | None:
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules") and _holds_meta(value):
-                return f"{prefix}.{key} is a tensor, but no buffer".lstrip(".")
+                return f"{prefix}.{key} is a tensor, but not a buffer".lstrip(".")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Refuses collectives where ranks do not run the same code, such as in `Task.model`."""
+"""Refuses collectives if ranks do not run the same code, such as in `Task.model`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LIBRARIES = (str(Path(torch.__file__).parent), *lockstep_folders())
 
 @contextlib.contextmanager
 def no_collectives() -> Iterator[None]:
-    """Inside, a collective through a process group is an error, also where DTensor makes it.
+    """Inside, a collective through a process group is an error, also if DTensor makes it.
 
-    Where a model is sharded, only rank 0 makes it with values, and the other ranks make it on the meta device: rank 0
-    would wait for ever. (A `TorchDispatchMode` would see functional collectives too, but loads torch's compiler, which
+    If a model is sharded, only rank 0 makes it with values, and the other ranks make it on the meta device: rank 0
+    would wait forever. (A `TorchDispatchMode` would see functional collectives too, but loads torch's compiler, which
     takes a second.)
     """
     if not dist.is_initialized():
@@ -49,7 +49,7 @@ def _refusing(name: str) -> Callable[..., Any]:
             f"it makes a collective ({name.strip('_')}), at {frame.f_code.co_filename}:{frame.f_lineno}",
             where="Task.model",
             remedy="make the whole model on every rank, without torch.distributed and without DTensor; "
-            "parallel.strategy=fsdp shards the model. parallel.tensor cuts its layers: lockstep --explain mesh",
+            "parallel.strategy=fsdp shards the model. parallel.tensor splits its layers: lockstep --explain mesh",
         )
 
     return refuse

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NODE = "LOCKSTEP_NODE"
 """Environment variable: the name of this node in messages. Default: the host name."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SHOWN = 4  # so many single ranks are named
+_SHOWN = 4  # this many single ranks are named
 _PIECE_BYTES = 1 << 26  # of one broadcast: a rank that receives a large tensor shows signs of life in between
 
 
@@ -33,9 +33,9 @@ def own_name() -> str:
 
 
 def own_key() -> str:
-    """A text that processes of this node have in common, and no process of another node has.
+    """A text that all processes of this node share, and no process of a different node has.
 
-    Two machines may have the same host name, as containers do, but each start of a system has an id of its own.
+    Two machines may have the same host name, as containers do, but each start of a system has its own id.
     """
     with contextlib.suppress(OSError):
         return f"{own_name()} {_BOOT.read_text().strip()}"
@@ -91,7 +91,7 @@ def exchange(world: World) -> Nodes:
 
 
 class NodeGroup:
-    """The ranks of this node, one of which reads for all."""
+    """The ranks of this node; one of them reads for all."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, heartbeat: Heartbeat) -> None:
         self.ranks, self.rank, self.group, self.heartbeat = list(ranks), rank, group, heartbeat
@@ -114,7 +114,7 @@ class NodeGroup:
             read: fills a buffer of `size` bytes. It is called on one rank.
 
         Raises:
-            LockstepError: on all ranks of the node, where `read` raises it.
+            LockstepError: on all ranks of the node, if `read` raises it.
         """
         buffer = torch.empty(size, dtype=torch.uint8)
         view = memoryview(buffer.numpy().data)
@@ -138,9 +138,9 @@ class NodeGroup:
 
 
 def group_of(world: World) -> NodeGroup | None:
-    """The ranks that share this rank's node. None: this rank has its node alone. A collective."""
+    """The ranks that share this rank's node. None: this rank has its node to itself. A collective."""
     ranks = world.nodes.ranks_with(world.rank)
-    # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it holds
+    # A rank that waits here for a failed rank learns of the failure. Within `new_group`, it would wait while it holds
     # the interpreter's lock.
     world.all_sum([0.0])
     if len(ranks) == 1:

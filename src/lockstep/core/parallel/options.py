@@ -31,7 +31,7 @@ class ParallelConfig(Section):
     """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all
     ranks."""
     tensor: PositiveInt = 1
-    """The layers of a model are cut over so many neighbouring ranks, which get the same samples. See
+    """The layers of a model are split over this many neighbouring ranks, which get the same samples. See
     lockstep --explain mesh."""
     reshard_after_forward: bool = True
     """FSDP: free the gathered parameters of a block after its forward pass."""
@@ -50,7 +50,7 @@ class ParallelConfig(Section):
     """FSDP: number format in which gradients are reduced. None: the format in which they are stored."""
 
     def without_mesh(self, what: str, remedy: str = "use parallel.tensor=1, with any strategy") -> None:
-        """Raises UsageError, where `tensor` asks for a mesh, for `what`: it knows no models that are cut."""
+        """Raises UsageError if `tensor` asks for a mesh: `what` does not support models that are split."""
         if self.tensor > 1:
-            what = f"{what} does not know models that are cut across ranks"
+            what = f"{what} does not support models that are split across ranks"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy=remedy)

@@ -34,7 +34,7 @@ def check_supported(name: PrecisionName, device: torch.device) -> None:
 class Precision:
     """fp32, bf16 (autocast) or fp16 (autocast and a loss scale). Weights and optimizer state keep their dtype.
 
-    `scaler` is torch's own. Where the precision is not fp16, it is disabled and passes everything through. A step
+    `scaler` is torch's own. If the precision is not fp16, it is disabled and passes everything through. A step
     multiplies the loss by the number of ranks, because gradients are averaged over them. So the scaler's own scale is
     smaller by this factor: a pass then meets the same numbers, and overflows at the same numbers, on any number of
     ranks.
@@ -49,7 +49,7 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss of a global batch; 1 where it is not scaled. Waits for the device."""
+        """The factor of the loss of a global batch; 1 if it is not scaled. Waits for the device."""
         return self.scaler.get_scale() * (self.ranks if self.scaler.is_enabled() else 1)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -57,10 +57,10 @@ class Precision:
 
         These are `scaler.step(optimizer)` and `scaler.update()`, with one read of the device: whether the gradients
         overflowed. `GradScaler` keeps that to itself, so that two more reads, of the scale, would be needed. It also
-        calls `step` of fused optimizers where the gradients overflowed.
+        calls `step` of fused optimizers if the gradients overflowed.
 
         Returns:
-            whether the update was made. It is not made where a gradient overflowed in fp16.
+            whether the update was made. It is not made if a gradient overflowed in fp16.
         """
         if not self.scaler.is_enabled():
             optimizer.step()
@@ -75,19 +75,19 @@ class Precision:
         return not overflowed
 
     def state(self) -> dict[str, float]:
-        """The loss scale and the steps for which it has held, equal on any number of ranks; empty without a scale."""
+        """The loss scale and the steps since it changed, equal on any number of ranks; empty without a scale."""
         state = {key: float(value) for key, value in self.scaler.state_dict().items()}
         return state | {"scale": self.loss_scale} if state else {}
 
     def load(self, state: dict[str, float]) -> None:
-        """Load what `state` returned. After a run without a loss scale, the scale begins anew."""
+        """Load what `state` returned. After a run without a loss scale, the scale starts from its initial value."""
         if state and self.scaler.is_enabled():
             integers = ("growth_interval", "_growth_tracker")
             state = state | {"scale": state["scale"] / self.ranks}
             self.scaler.load_state_dict({key: int(value) if key in integers else value for key, value in state.items()})
 
     def load_foreign(self, state: object) -> bool:
-        """Load what `GradScaler.state_dict` returned in another program. Returns whether it could be loaded."""
+        """Load what `GradScaler.state_dict` returned in a different program. Returns whether it could be loaded."""
         if not isinstance(state, Mapping) or self.scaler.state_dict().keys() != state.keys() or not state:
             return False
         self.load({key: float(value) for key, value in state.items()})

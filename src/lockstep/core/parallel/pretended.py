@@ -1,4 +1,4 @@
-"""A process group that communicates with nobody, to see what a task's own code asks of other ranks."""
+"""A process group without any communication, to see what a task's own code asks of other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[bool]:
     """Inside, this process is rank `rank` of `size` ranks. Collectives return at once, with this rank's own numbers.
 
     Yields:
-        Whether this is so. It is not where a process group exists already, or where torch has no such group.
+        Whether this is so. It is not if a process group exists already, or if torch has no such group.
     """
     if not dist.is_available() or dist.is_initialized():
         yield False

@@ -20,7 +20,7 @@ FILE = "LOCKSTEP_STORE"
 """Environment variable: a file in which ranks of one machine meet, without a port. Each start needs a new file."""
 _LONGEST_NAP_S = 0.25
 _stores: dict[tuple[str | None, str | None, str | None], tuple[Store, Iterator[int]]] = {}
-_REMEDY = "look at their output; where torchrun has replaced a node, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+_REMEDY = "look at their output; if torchrun has replaced a node, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 def store_of_ranks(rank: int, size: int, timeout_s: float) -> tuple[Store, Iterator[int]]:
@@ -29,7 +29,7 @@ def store_of_ranks(rank: int, size: int, timeout_s: float) -> tuple[Store, Itera
     A process has one store. It is made at the first call.
 
     Args:
-        timeout_s: seconds to wait for the store, and for the other ranks where this is necessary.
+        timeout_s: seconds to wait for the store, and for the other ranks if this is necessary.
 
     Raises:
         UsageError: the environment does not say where ranks meet.
@@ -69,7 +69,7 @@ def _make_store(file: str | None, host: str | None, port: str | None, rank: int,
 
 
 def own_part(store: Store, rank: int, size: int, timeout_s: float) -> Store:
-    """A part of torchrun's own store that belongs to the processes of this start alone.
+    """A part of torchrun's own store that belongs only to the processes of this start.
 
     torchrun's agents keep their store when they restart ranks, so a rank would find the addresses of processes that are
     gone. No variable tells one start from the next, because each node counts its own restarts. So rank 0 makes up a

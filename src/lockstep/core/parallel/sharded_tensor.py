@@ -1,7 +1,7 @@
 """The part of a sharded tensor that is on this rank, and the whole tensor. All functions take plain tensors too.
 
 A sharded tensor is a DTensor whose rows (its first dimension) are spread over ranks. On a mesh, a tensor group may have
-cut it before: by rows, each of whose pieces is spread again, or by columns (its second dimension).
+split it before: by rows, and each piece is spread again, or by columns (its second dimension).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.core.parallel.world import World
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The rows of a tensor that one rank holds; all rows where the tensor is not sharded."""
+    """The rows of a tensor that one rank holds; all rows if the tensor is not sharded."""
 
     local: Tensor
     """The rows, as a plain tensor."""
@@ -39,7 +39,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_spread(parameter: Any) -> bool:
-    """True while FSDP has not gathered a parameter. A gathered one may still be cut over a tensor group."""
+    """True while FSDP has not gathered a parameter. A gathered one may still be split over a tensor group."""
     return is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names
 
 
@@ -59,7 +59,7 @@ def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -
             not know the group, and each of its ranks has a replica.
 
     Raises:
-        TrainingError: the tensor is spread in another way than by rows, and by columns over a tensor group.
+        TrainingError: the tensor is not spread by rows, or by columns over a tensor group.
     """
     tensor = tensor.detach()
     if not is_sharded(tensor):
@@ -88,7 +88,7 @@ def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -
 
 
 def _cut_of(placement: Any) -> int | None:
-    """The dimension that a placement cuts. None: it cuts none. torch has several classes of placements that cut."""
+    """The dimension that a placement splits. None: it splits none. torch has several classes of such placements."""
     dimension: int | None = getattr(placement, "dim", None)
     return dimension
 
@@ -99,9 +99,9 @@ def _place(mesh: Any, name: str) -> tuple[int, int]:
 
 
 def whole_rows(shard: LocalShard, tensor: Any) -> LocalShard:
-    """Whole rows of a tensor that is cut by columns: each rank of the tensor group gets some of the group's rows.
+    """Whole rows of a tensor that is split by columns: each rank of the tensor group gets some of the group's rows.
 
-    A collective of the tensor group where it is cut so, and else `shard` itself: files hold rows on any mesh.
+    A collective of the tensor group if it is split so, else `shard` itself: files hold rows on any mesh.
     """
     if shard.columns is None:
         return shard
@@ -116,7 +116,7 @@ def whole_rows(shard: LocalShard, tensor: Any) -> LocalShard:
 
 
 def own_columns(rows: Tensor, target: Any) -> Tensor:
-    """Of whole rows, the columns that this rank holds of `target`, the tensor that they are of."""
+    """From whole rows of the tensor `target`, the columns that this rank holds."""
     columns = local_shard(target).columns if rows.ndim > 1 and is_sharded(target) else None
     return rows if columns is None else rows[:, columns]
 
@@ -131,7 +131,7 @@ def like(rows: Tensor, model: Any) -> Tensor:
 
 
 def gather(tensor: Any) -> Tensor:
-    """The whole tensor, on every rank. A collective where the tensor is sharded."""
+    """The whole tensor, on every rank. A collective if the tensor is sharded."""
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole
 

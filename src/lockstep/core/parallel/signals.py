@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a training to save and to stop. SIGHUP says that the terminal is gone."""
-STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command goes on from the newest checkpoint"
+STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command resumes from the newest checkpoint"
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
 _KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
-_STUCK_S = 5.0  # for the main thread, where there is nothing to save
+_STUCK_S = 5.0  # for the main thread, if there is nothing to save
 
 
 def is_another(number: int, asked_at: float) -> bool:
@@ -35,7 +35,7 @@ def is_another(number: int, asked_at: float) -> bool:
 
 
 def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of `numbers` that this process does not ignore. Under nohup it ignores SIGHUP, and should go on so."""
+    """Those of `numbers` that this process does not ignore. Under nohup it ignores SIGHUP, and should continue to."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
@@ -52,7 +52,7 @@ class StopFlag:
 
     @property
     def name(self) -> str:
-        """Name of the signal that the user sent, even where the launcher passed it on as another signal."""
+        """Name of the signal that the user sent, even if the launcher passed it on as a different signal."""
         sent = Path(os.environ.get(launched.FOLDER, os.devnull), launched.STOP_FILE)
         return sent.read_text() if sent.is_file() else self.signal.name if self.signal else "a signal to another rank"
 
@@ -64,7 +64,7 @@ class StopFlag:
             raise Preempted(f"stopped by {self.name} before training began; nothing was lost")
 
     def note(self, number: int) -> bool:
-        """Set the flag. True where an earlier request had set it."""
+        """Set the flag. True if an earlier request had set it."""
         again = self.signal is not None and is_another(number, self.asked_at)
         if self.signal is None:
             self.asked_at = time.monotonic()
@@ -76,7 +76,7 @@ _active: StopFlag | None = None
 
 
 def _forget() -> None:
-    """In a forked child: a signal to the child is no request to its parent."""
+    """In a forked child: a signal to the child is not a request to its parent."""
     if _active is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -89,7 +89,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> StopFlag:
-    """The flag of this process; outside `listening`, a new flag that nobody sets."""
+    """The flag of this process; outside `listening`, a new flag that is never set."""
     return _active or StopFlag()
 
 
@@ -136,7 +136,7 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             clock.daemon = True  # a process that ends by itself does not wait for it
             clock.start()
         if launched.LAUNCHED in os.environ:
-            # After a rank died, the launcher ends the others with SIGTERM: they can neither agree nor save any more.
+            # After a rank died, the launcher ends the others with SIGTERM: they can no longer agree, nor save.
             folder = os.environ.get(launched.FOLDER)
             if (
                 number == signal.SIGTERM
@@ -151,7 +151,7 @@ def _watch(flag: StopFlag, pipe: int) -> None:
 
 
 def _end_if_stuck(flag: StopFlag) -> None:
-    """End this process, where nothing is to be saved and the main thread does not come to handle the signal."""
+    """End this process, if nothing is to be saved and the main thread does not come to handle the signal."""
     if flag is _active and not flag.is_handled and not flag.saves:
         launched.tell(f"\nstopped by {flag.name} before training began; nothing was lost")
         os._exit(Preempted.exit_code)
@@ -199,6 +199,6 @@ class StopConsensus:
         return asked > 0
 
     def restart(self) -> None:
-        """Forget how long calls took, because the work between the next calls is another."""
+        """Forget how long calls took, because the work between the next calls is different."""
         self.left = self.between = 1
         self.since = time.perf_counter()

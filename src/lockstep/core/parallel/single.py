@@ -1,4 +1,4 @@
-"""One rank that trains alone: the simplest strategy, and the defaults of the others."""
+"""One rank that trains by itself: the simplest strategy, and the defaults of the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Single:
         self.device = devices.of(world.device)
         self._must_check_used = not find_unused_parameters  # the next step checks that each parameter has a gradient
         self.trainable: dict[str, nn.Parameter] = {}
-        """The parameters for which the exchange of gradients was arranged."""
+        """The parameters whose gradients are exchanged."""
         self._frozen: dict[str, nn.Parameter] = {}  # the other parameters
         self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
@@ -139,7 +139,7 @@ class Single:
         return [self.trainable[name] for name, unused in self._unused_parameters(losses).items() if unused and last]
 
     def _check_trainable(self) -> None:
-        """Check that the parameters train for which the exchange of gradients was arranged, and no others.
+        """Check that exactly the parameters whose gradients are exchanged are trained.
 
         Raises:
             TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
@@ -160,14 +160,14 @@ class Single:
         )
 
     def _changed_while_gathered(self) -> set[int]:
-        """`id` of the parameters whose `requires_grad` was changed on the tensor that stands for them in a pass.
+        """`id` of the parameters whose `requires_grad` was changed on the tensor that replaces them in a pass.
 
-        Where parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
+        If parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
         """
         return set()
 
     def _check_all_used(self, losses: Losses) -> None:
-        """Raise where the losses on some rank do not depend on some trainable parameter. A collective.
+        """Raise if the losses on some rank do not depend on some trainable parameter. A collective.
 
         It reads the autograd graph before the backward pass. Once DDP has begun to reduce, ranks that use different
         parameters pair their collectives wrongly, which gloo does not always notice.
@@ -190,7 +190,7 @@ class Single:
     def _check_kept(self) -> None:
         if names := self._replaced():
             raise TrainingError(
-                "code of the model or the loss puts new objects in the place of parameters. The optimizer does not "
+                "code of the model or the loss replaces parameters with new objects. The optimizer does not "
                 f"have these objects, so they would never be trained: {listed(names)}",
                 where="Task.model",
                 remedy="change the values of the parameter (parameter.copy_ within torch.no_grad()), or compute a "
@@ -198,7 +198,7 @@ class Single:
             )
 
     def _check_reduced(self) -> None:
-        """After the last backward pass of a step: raise where the strategy still waits for gradients of this rank.
+        """After the last backward pass of a step: raise if the strategy still waits for gradients of this rank.
 
         Raises:
             TrainingError: this rank did not use some trainable parameters, and other ranks may have. Names them.
@@ -225,7 +225,7 @@ class Single:
             self.world.broadcast_tensors(list(self._buffers))
 
     def _agree_on_shapes(self, buffers: list[Tensor]) -> None:
-        """Give buffers the shapes that they have on rank 0, where the first steps of a process change shapes."""
+        """Give buffers the shapes that they have on rank 0, if the first steps of a process change shapes."""
         shapes = [tuple(buffer.shape) for buffer in buffers]
         if not self._shapes_vary:
             self._looks_at_shapes -= 1
@@ -314,7 +314,7 @@ def _nodes(losses: Losses) -> Iterator[Any]:
 
 
 def _check_dense(losses: Losses, names: Mapping[int, str]) -> None:
-    """Raise where a parameter gets a sparse gradient by a function (`functional.embedding`, `gather`).
+    """Raise if a parameter gets a sparse gradient by a function (`functional.embedding`, `gather`).
 
     Args:
         names: of the parameters, by identity.
@@ -341,7 +341,7 @@ def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingEr
         f"{len(names)} trainable parameters got no gradient{when}: {listed(names)}",
         where=where,
         remedy="use them in the loss, freeze them (requires_grad_(False)), "
-        "or set parallel.find_unused_parameters=true where each batch uses other parts of the model",
+        "or set parallel.find_unused_parameters=true if each batch uses different parts of the model",
     )
 
 
@@ -350,6 +350,6 @@ def constant_loss_error(head: str, where: str) -> TrainingError:
     return TrainingError(
         f"the loss of head {head!r} is a constant, which depends on no parameter",
         where=where,
-        remedy="let it depend on its parameters where it has no units, "
+        remedy="let it depend on its parameters if it has no units, "
         "such as a sum over an empty selection of the model's output",
     )

@@ -26,9 +26,9 @@ _TUPLES = (
 
 @runtime_checkable
 class CallsVary(Protocol):
-    """A module of a model that calls its blocks as often as its batch wants, in training too.
+    """A module of a model that calls its blocks as often as its batch requires, in training too.
 
-    Where a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
+    If a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
     The module calls it with its number of calls, and makes the calls that it lacks with zeros.
     """
 
@@ -41,7 +41,7 @@ class KeptOutput:
     """The output that `Task.loss` returns with the losses, of one call in training.
 
     Outputs do not pass through the wrappers: DDP and FSDP prepare a backward pass from all that a module returns. They
-    are no attributes of the module either: to set these takes longer.
+    are not attributes of the module either, because setting these takes longer.
     """
 
     is_wanted: bool = False
@@ -49,7 +49,7 @@ class KeptOutput:
     output: Any = None
 
     def take(self) -> Any:
-        """The output of the last call, if it was to be kept. None: `loss` returned the losses alone."""
+        """The output of the last call, if it was to be kept. None: `loss` returned only the losses."""
         output, self.output, self.is_wanted = self.output, None, False
         return output
 
@@ -123,7 +123,7 @@ class Forward(nn.Module):
 
 @dataclass(frozen=True)
 class Trial:
-    """The arguments of a pass that is no part of the training."""
+    """The arguments of a pass that is not part of the training."""
 
     batch: Callable[[], Any]
     """Gives a batch of this rank."""
@@ -146,15 +146,15 @@ class Strategy(Protocol):
     """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
 
     `factory.make_strategy` makes a strategy. First it builds the model, then it wraps the `Forward` of the model. After
-    that it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a
-    file of its own; `Single` has a default for each, which is right where ranks share nothing.
+    that it serves the training steps and the evaluations. A new strategy implements these attributes and methods in
+    its own file; `Single` has a default for each, which is right if ranks share nothing.
     """
 
     is_sharded: bool
     """Each rank holds only some rows of each parameter. Every forward pass is then a collective, on all ranks alike."""
 
     trainable: dict[str, nn.Parameter]
-    """The parameters, by name, for which the exchange of gradients was arranged. The others are frozen."""
+    """The parameters, by name, whose gradients are exchanged. All others are frozen."""
 
     @property
     def forward(self) -> nn.Module:
@@ -167,7 +167,7 @@ class Strategy(Protocol):
         ...
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
-        """The model that `make` returns, in the place where `wrap` wants it; and messages for the log.
+        """The model that `make` returns, placed as `wrap` expects it; and messages for the log.
 
         Raises:
             TrainingError: `make` returns different models on different ranks.
@@ -201,7 +201,7 @@ class Strategy(Protocol):
             a mark of the device, after which only this rank computes; see `Device.mark`. None on one rank.
 
         Raises:
-            TrainingError: the model has another object in the place of a parameter that was there when it was wrapped.
+            TrainingError: a parameter that the model had when it was wrapped has been replaced by a different object.
                 The optimizer has the first object, so the new object would never be trained. Names the parameters.
         """
         ...
@@ -246,7 +246,7 @@ class Strategy(Protocol):
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
-    """The losses and the output that `Task.loss` returned. The output is None if it returned the losses alone."""
+    """The losses and the output that `Task.loss` returned. The output is None if it returned only the losses."""
     return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 

@@ -1,4 +1,4 @@
-"""Private functions of torch and of Python, in one place. A test calls each, and fails where it changes."""
+"""Private functions of torch and of Python, in one place. A test calls each, and fails if it changes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def drop_gathered_gradients(module: Any) -> None:
 
 
 def sharded_places(module: Any) -> list[tuple[torch.nn.Module, str, tuple[Any, ...]]]:
-    """Of each parameter that FSDP gathers for `module`: the module that registers it, its name there, and the objects
+    """For each parameter that FSDP gathers for `module`: the module that registers it, its name there, and the objects
     that FSDP puts there, sharded or gathered."""
     return [
         (of._module_info.module, of._module_info.param_name, (of.sharded_param, getattr(of, "_unsharded_param", None)))

@@ -1,8 +1,8 @@
 """Sums, and values for or from rank 0, over many ranks in few messages, one after another.
 
-gloo passes a sum around a ring: 2 * (N - 1) messages, each of which waits for the message before. Here pairs of ranks
-exchange what they have (recursive doubling): a rank waits for log2(N) messages, and for two more where N is no power of
-two. Messages have tags: those of a background thread have another tag than those of the main thread.
+gloo passes a sum around a ring: 2 * (N - 1) messages, and each waits for the message before. Here pairs of ranks
+exchange what they have (recursive doubling): a rank waits for log2(N) messages, and for two more if N is not a power
+of two. Messages have tags: those of a background thread have a different tag from those of the main thread.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def gathered(own: Tensor, rank: int, size: int, tag: int) -> list[Tensor] | None
     """The bytes of all ranks, in rank order, on rank 0; None elsewhere.
 
     Args:
-        own: uint8, of one dimension. Each rank may have another number of bytes.
-        tag: a number from 1 on, another for each thread. Sums have 0.
+        own: uint8, of one dimension. Each rank may have a different number of bytes.
+        tag: a number from 1 on, different for each thread. Sums have 0.
     """
     if rank:
         dist.send(torch.tensor([len(own)], device="cpu"), 0, tag=tag)

@@ -30,14 +30,14 @@ from lockstep.core.parallel.nodes import NodeGroup, Nodes, exchange, group_of, o
 from lockstep.core.parallel.rendezvous import store_of_ranks
 
 T = TypeVar("T")
-_MOST_IN_RING = 4  # so many ranks are as quick with gloo's ring, which is a single call
+_MOST_IN_RING = 4  # this many ranks are as quick with gloo's ring, which is a single call
 _ABORT_S = 10.0  # after a failure, so long for the end of the process groups
 _retired: list[dist.ProcessGroup | None] = []
 
 
 @atexit.register
 def _release_groups() -> None:
-    """Drop process groups that are not used any more, after everything else that refers to them.
+    """Drop process groups that are no longer used, after everything else that refers to them.
 
     gloo's threads may still need the interpreter's lock to drop the tensors of the last collective. The destructor of
     the Python object waits for these threads without holding the lock. DDP's reducer, if it has the last reference,
@@ -68,13 +68,13 @@ class World:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Where this rank notes its progress, for those who watch it from outside."""
     tag: int = 1
-    """Of the messages by which this thread gathers and broadcasts; see `in_background`."""
+    """The tag of the messages by which this thread gathers and broadcasts; see `in_background`."""
     timeout: datetime.timedelta | None = None
     """How long a collective waits for other ranks. None: torch's default."""
     tensor: int = 1
     """So many neighbouring ranks, a tensor group, hold the layers of one model together, and get the same samples."""
     strategy: Callable[[World, Any], Any] | None = None
-    """Makes the strategy from world and options, where ranks form a mesh; see `lockstep.mesh`. None: the options do."""
+    """Makes the strategy from world and options, if ranks form a mesh; see `lockstep.mesh`. None: the options do."""
 
     @property
     def data_rank(self) -> int:
@@ -98,7 +98,7 @@ class World:
 
     @functools.cached_property
     def node_group(self) -> NodeGroup | None:
-        """The ranks of this node, one of which reads for all. None: this rank has its node alone.
+        """The ranks of this node; one of them reads for all. None: this rank has its node to itself.
 
         The first use is a collective: all ranks make it at the same place.
         """
@@ -162,7 +162,7 @@ class World:
         """The value that `call` returns on rank 0, on every rank.
 
         Raises:
-            LockstepError: on every rank, where `call` raises it on rank 0.
+            LockstepError: on every rank, if `call` raises it on rank 0.
         """
         outcome: Any = None
         if self.rank == 0:
@@ -194,14 +194,14 @@ class World:
     def in_background(self) -> World:
         """The same ranks, for a background thread: it may `gather` and `broadcast`, whatever the main thread does.
 
-        Collectives of two threads in one group take each other's messages. Messages with a tag of their own do not, so
+        Collectives of two threads in one group take each other's messages. Messages with their own tag do not, so
         that no second group, with a connection for each pair of ranks, is needed.
         """
         return replace(self, tag=2)
 
 
 class _HostPickler(pickle.Pickler):
-    """Writes tensors as tensors on the CPU. A tensor on a GPU would arrive on the same GPU, which has another owner."""
+    """Writes tensors as tensors on the CPU. A tensor on a GPU would arrive on that GPU, which is another rank's."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
@@ -217,9 +217,9 @@ def _packed(value: Any) -> torch.Tensor:
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
-    """The device of a local rank: `auto` takes CUDA where there is a GPU, and mps for a single rank on a Mac.
+    """The device of a local rank: `auto` takes CUDA if there is a GPU, and mps for a single rank on a Mac.
 
-    Where a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
+    If a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
     alone (srun --gpus-per-task=1). `join_world` checks that no other rank has the same GPU.
 
     Args:
@@ -250,7 +250,7 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
         )
     if local_rank >= gpus:
         raise UsageError(
-            f"local rank {local_rank} needs a GPU of its own, and {gpus} GPUs are visible, numbered from 0",
+            f"local rank {local_rank} needs its own GPU, and {gpus} GPUs are visible, numbered from 0",
             where=f"LOCAL_RANK={local_rank}",
             remedy=f"start at most {gpus} ranks on a machine, or let the scheduler bind one GPU to each rank",
         )
@@ -260,7 +260,7 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
 def _mps(ranks: int) -> torch.device:
     if ranks > 1:
         raise UsageError(
-            f"{ranks} ranks, but mps is a device for one rank: a Mac has one GPU, and gloo and NCCL do not know it",
+            f"{ranks} ranks, but mps is a device for one rank: a Mac has one GPU, and gloo and NCCL do not support it",
             where="device=mps",
             remedy="use --nproc 1, or device=cpu",
         )
@@ -280,14 +280,14 @@ Watch = Callable[[World, Store | None], Any]
 def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | None = None) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
-    Where this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
+    If this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
     `FailureBoard`.
 
     Args:
         device: auto, cpu, cuda or mps.
-        timeout_s: how long a rank waits for other ranks where nobody watches for hangs, in seconds.
+        timeout_s: how long a rank waits for other ranks if nobody watches for hangs, in seconds.
         watch: begins to watch for hangs, and gives an object with a method `close`. It gets the world, and a store that
-            all ranks reach (None where there is one rank), before the process group is made. `close` is called when the
+            all ranks reach (None if there is one rank), before the process group is made. `close` is called when the
             group is gone.
     """
     rank, size = this_process.rank(), this_process.ranks()
@@ -312,7 +312,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | No
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
     backend = devices.of(place).group_backend
-    # The failure board and the watch live until the group is gone: to leave a group may take for ever, too.
+    # The failure board and the watch live until the group is gone: to leave a group may take forever, too.
     with (
         contextlib.closing(FailureBoard(store, rank, size)) as failures,
         _watched(world, PrefixStore("watchdog", store), watch),
@@ -349,7 +349,7 @@ def _leave() -> None:
 def _leave_after(error: BaseException, rank: int) -> None:
     """Leave the process groups after a failure, without waiting for collectives, which may never end.
 
-    A rank that has failed may be missing in them. Even giving them up takes for ever where a driver hangs. So the
+    A rank that has failed may be missing in them. Even giving them up takes forever if a driver hangs. So the
     failure is reported first, and this process ends if the groups are not gone after `_ABORT_S`.
     """
     if dist.is_initialized():
@@ -385,13 +385,13 @@ def _check_own_rank(world: World, store: Store) -> None:
         raise UsageError(
             f"two processes are rank {world.rank}: {owner}, and {own}",
             where=f"RANK={world.rank}",
-            remedy="give each process a rank of its own, from 0 to WORLD_SIZE - 1: with torchrun, let the nodes have "
+            remedy="give each process its own rank, from 0 to WORLD_SIZE - 1: with torchrun, let the nodes have "
             "different --node-rank, or use --rdzv-endpoint",
         )
 
 
 def _check_own_device(world: World, store: Store) -> None:
-    """Check that no other rank computes on this rank's device, where a device takes one rank.
+    """Check that no other rank computes on this rank's device, if a device takes one rank.
 
     A rank that sees a single GPU cannot know whether the other ranks of its machine see another GPU, or the same. Two
     parts of a divided GPU (MIG) may have the same identity, but not the same environment.
