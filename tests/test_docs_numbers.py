@@ -16,8 +16,7 @@ def row_of(text, name):
 
 
 def test_the_steps_of_the_readme_are_those_that_were_measured():
-    home = next(line for line in RESULTS.splitlines() if line.startswith("- `steps` (`--parts steps"))
-    home = home.partition("rounds 5`")[2]
+    home = RESULTS.partition("- `steps` (`--parts steps --rounds 5`")[2]
     found = [None, *re.findall(r"([\d.]+ ms)", home)[:5]]
     assert row_of(README, "a step of a very small network") == found[1:]
     contract = (ROOT / "docs" / "contract.md").read_text()
@@ -25,7 +24,7 @@ def test_the_steps_of_the_readme_are_those_that_were_measured():
 
 
 def test_rows_of_the_readme_have_the_numbers_of_the_table_of_all_figures():
-    table = RESULTS.partition("## Beside other trainers")[2]
+    table = RESULTS.partition("## Compared with other trainers")[2]
     shares = [float(cell) for cell in row_of(table, "`exact`")]
     shown = [float(cell.rstrip("%")) / 100 for cell in row_of(README, "error of the update")]
     assert shown == pytest.approx(shares, rel=0.15)

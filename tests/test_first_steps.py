@@ -323,4 +323,4 @@ def test_every_rank_names_what_could_not_be_loaded(tmp_path):
         texts = [text for text, _ in run_ranks(2, _on_two_ranks, str(tmp_path), kind, strategy, 3)]
         for text in texts:
             assert part in text
-            assert "after step 1 no checkpoint of this run can be loaded" in text
+            assert "after step 1 a checkpoint of this run could not be loaded" in text

@@ -368,4 +368,4 @@ def test_a_loader_is_refused_with_a_word_on_its_sampler():
 
     with pytest.raises(UsageError) as caught:
         task_checks.data(task.train_data(), "Task.train_data")
-    assert "docs/sampling.md" in caught.value.remedy
+    assert "lockstep --explain sampling" in caught.value.remedy

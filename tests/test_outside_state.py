@@ -80,7 +80,7 @@ def test_state_that_no_checkpoint_holds_is_named_while_the_run_is_young_and_at_i
     log = (tmp_path / "outside" / "train.log").read_text()
     assert log.count("but no checkpoint has that") == 4
     found = _warnings(tmp_path / "task", Counting)
-    assert "training changes Task.losses (int), and" in found[0]
+    assert "training changes Task.losses (int), but" in found[0]
 
 
 class Keeper(Net):

@@ -234,7 +234,7 @@ def test_files_about_the_version_name_this_version():
 def test_the_workflow_of_releases_gives_every_link_of_the_readme_a_whole_address():
     """Commands of the workflow's step: PyPI shows README.md, and knows no files beside it."""
     steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["build"]["steps"]
-    (script,) = [step["run"] for step in steps if "Give the links" in step.get("name", "")]
+    (script,) = [step["run"] for step in steps if "links in README.md" in step.get("name", "")]
     text = (ROOT / "README.md").read_text()
     for pattern, address in re.findall(r"s#(.+?)#(.+?)#g", script):
         address = address.replace("$repository", "https://host/o/r").replace("$GITHUB_REF_NAME", "v1")

@@ -187,7 +187,7 @@ def test_same_samples_with_their_outputs_on_any_number_of_ranks(kind, tmp_path):
 class DrawsWorst(Draws):
     """Says how wrong outputs are, and draws a curve."""
 
-    image_side = 96
+    picture_side = 96
 
     def mistakes(self, output, batch):
         return (batch[0][:, 0, 0, 0] * 255).round()  # a pixel of the picture: no rounding of the model counts

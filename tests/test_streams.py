@@ -255,7 +255,7 @@ class Unsaved(Stateful):
             {"train": {"epochs": 2, "steps": None}},
             "pass 1 has 31 samples, but its length is given",
         ),
-        ({"length": 30}, {"train": {"epochs": 2, "steps": None}}, "pass 1 gives more than 30 samples"),
+        ({"length": 30}, {"train": {"epochs": 2, "steps": None}}, "pass 1 has more than 30 samples"),
         ({"kind": Empty}, {}, "pass 1 has no samples"),
         ({"kind": Uncopied}, {}, r"a Uncopied cannot be copied(?s:.*)lockstep.Stream\(lambda: "),
         ({"kind": Unsaved}, {}, "the state cannot be saved: .*object"),

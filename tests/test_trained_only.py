@@ -99,7 +99,7 @@ def test_a_run_does_not_go_on_over_other_frozen_weights(base, tmp_path):
         model.bert.encoder.layer[1].output.dense.bias[3] += 1e-6
     model.save_pretrained(other)
     with pytest.raises(
-        LockstepError, match=rf"of the weights of {base} \(digest \w+\), but {other} has the digest \w+"
+        LockstepError, match=rf"to the weights of {base} \(digest \w+\), but {other} has the digest \w+"
     ):
         trained(str(other), settings(4), tmp_path / "run")
 

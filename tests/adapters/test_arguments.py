@@ -157,7 +157,12 @@ def test_arguments_of_transformers_trainer_are_refused_at_once():
     with pytest.raises(LockstepError) as caught:
         adapters.transformers(tags.model(), {"metric_for_best_model": "f1"}, train_dataset=tags.samples(4, 0), **given)
     expected = ["{metric: eval/f1, mode: max, patience: 2}", "Own: a lockstep.Part", "compute_loss_func: write a Task"]
-    for text in [*expected, "optimizers: the arguments", "tokenizer: processing_class", "did you mean eval_dataset"]:
+    for text in [
+        *expected,
+        "optimizers: optim and lr_scheduler_type",
+        "tokenizer: processing_class",
+        "did you mean eval_dataset",
+    ]:
         assert text in str(caught.value), text
     harmless = {"callbacks": [transformers.PrinterCallback], "optimizers": (None, None), "compute_loss_func": None}
     task = adapters.transformers(tags.model(), {}, train_dataset=tags.samples(4, 0), **harmless)
@@ -176,7 +181,7 @@ def test_data_sets_that_transformers_takes_and_the_adapter_does_not_are_refused(
             r"eval_dataset.*data sets: one, two",
         ),
         ({"train_dataset": {"train": known}}, r"train_dataset.*of data sets: train"),
-        ({"train_dataset": Stream()}, r"train_dataset.*it is a Stream\n.*docs/streams.md"),
+        ({"train_dataset": Stream()}, r"train_dataset.*it is a Stream\n.*lockstep --explain streams"),
         ({"train_dataset": known, "eval_dataset": iter(known)}, r"eval_dataset.*it is a list_iterator"),
         ({"train_dataset": None}, r"train_dataset.*it is missing"),
     ):

@@ -125,7 +125,7 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
         ("WithList", "WithList keeps 'history' as a list"),
         ("leaves out", "the optimizer lacks parameters of the model: 0.weight"),
         ("nothing", "it returned a str"),
-        ("Lookahead", "holds a AdamW with a state of its own"),
+        ("Lookahead", "holds a AdamW with its own state"),
         ("Unmade", "without torch.optim.Optimizer.__init__"),
         ("Asserting", "it needs a closure"),
         ("WithSetting", "WithSetting keeps 'history' as a tuple"),
@@ -402,5 +402,5 @@ def test_a_training_that_follows_a_plateau_goes_on_with_the_same_rates(tmp_path)
 
 def test_a_plateau_without_evaluations_is_refused(tmp_path):
     settings = runs.config(schedule={"name": "plateau", "plateau": PLATEAU})
-    with pytest.raises(LockstepError, match="nothing is evaluated"):
+    with pytest.raises(LockstepError, match="the run never evaluates"):
         runs.fit(own_tasks.Masked(), settings, tmp_path / "run")

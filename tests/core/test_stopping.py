@@ -206,7 +206,7 @@ def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, 
         ({"max_time": "4 hours"}, "is not a time"),
         (
             {"eval_every_steps": 0},
-            r"the run never evaluates, so there is no eval/loss\n.* or leave out train.stop_when$",
+            r"the run never evaluates, so there is no eval/loss\n.* or remove train.stop_when$",
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_verify_accuses_no_right_plan(nproc, strategy, checks, tmp_path):
 
 
 def test_verify_ends_before_any_check_where_the_mesh_or_the_plan_is_refused(tmp_path):
-    for name, nproc, words in (("Misspelled", 2, "no module matches"), ("Right", 3, "3 ranks cannot be cut")):
+    for name, nproc, words in (("Misspelled", 2, "no module matches"), ("Right", 3, "3 ranks cannot be divided")):
         with pytest.raises(UsageError, match=words):
             verified(name, nproc, tmp_path, ["loss"], ON_TWO)
 

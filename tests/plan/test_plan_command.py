@@ -197,7 +197,5 @@ def test_gpus_without_samples_are_named(tmp_path):
     found = command.plan_of(config, World(4, 4, memory_bytes=10**9), precisions=["fp32"])
     assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them never get a sample")
     large = replace(found.facts, global_batch=21)  # of 20 samples
-    assert (
-        "batch.global=21 is more than the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]
-    )
+    assert "batch.global=21 exceeds the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]
     assert "batch: 3 samples = micro-batches of up to 1 x 1 on 4 GPUs" in show.text(found)

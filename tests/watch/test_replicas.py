@@ -104,7 +104,7 @@ def test_a_part_that_writes_weights_on_one_rank_is_named_before_the_machine(tmp_
     settings = settings_for(3, {"strategy": "ddp"}, train={"steps": 6}, watch={"every": 2})
     for how, words in {
         "seen": "code: the Part Rogue has written head.weight in after_step, on rank 1 and not on the others",
-        "unseen": "or code of these Parts, which no replay calls: Rogue. Start without them",
+        "unseen": "or code of these Parts, which replays do not call: Rogue. Start without them",
     }.items():
         for text in run_ranks(3, written, how, settings, tmp_path / how):
             assert words in text, how

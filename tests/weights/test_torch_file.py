@@ -284,7 +284,7 @@ def test_a_state_that_does_not_fit_is_not_taken():
     assert why_not({"state": {}, "param_groups": saved["param_groups"]}) == "it is empty"
     assert why_not("text") == "it is not in the format of torch.optim"
     wider = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    assert "exp_avg of 0.weight has the shape [3, 3], and not [4, 3]" in why_not(saved, model=wider)
+    assert "exp_avg of 0.weight has the shape [3, 3] instead of [4, 3]" in why_not(saved, model=wider)
     deeper = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2))
     assert why_not(saved, model=deeper) == "it has 4 parameters, but the model has 6 (6 trainable)"
     infinite = saved_by(adamw)

@@ -191,7 +191,7 @@ def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[
         return []
     names = listed(run.moves_in_passes)
     before, after = (" or ".join(map(str, sorted(set(counts)))) for counts in (then, now))
-    text = f"each forward pass moves {names}, and a step had {before} passes on each rank and has {after} now"
+    text = f"each forward pass changes {names}, and a step had {before} passes on each rank and has {after} now"
     if any("batch.micro.".startswith(f"{allowed}.") for allowed in allow_change):
         return [f"warning: {text}"]
     raise UsageError(

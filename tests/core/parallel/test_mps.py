@@ -48,7 +48,7 @@ def test_verify_and_plan_stay_on_the_cpu_under_auto(has_mps):
     config = config_file.load("toy", ["device=auto"])
     told = []
     assert command._on_device_for(config.model_dump(by_alias=True), 2, told.append)["device"] == "cpu"
-    assert "made on the CPU" in told[0]
+    assert "run on the CPU" in told[0]
     assert measure._short(config).device == "cpu"
     assert measure._short(config.model_copy(update={"device": "cuda"})).device == "cuda"
 
@@ -155,6 +155,6 @@ def test_metrics_stay_on_the_cpu_and_get_copies():
 
 def test_verify_says_that_it_needs_another_device(tmp_path):
     config = config_file.load("toy", ["device=mps", "batch.micro=5"]).model_dump(by_alias=True)
-    with pytest.raises(UsageError, match="mps has neither"):
+    with pytest.raises(UsageError, match="mps supports neither"):
         command.verify(config, 2, tmp_path / "run")
     assert not (tmp_path / "run").exists()

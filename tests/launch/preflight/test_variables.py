@@ -34,7 +34,7 @@ def test_rank_0_has_the_variables_of_all_ranks():
 
 def test_the_command_shows_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, shlex.split("preflight toy device=cpu --env"))
+    done = CliRunner().invoke(app, shlex.split("doctor preflight toy device=cpu --env"))
     assert done.exit_code == 0, done.output
     assert "WORLD_SIZE" in done.stdout
-    assert "WORLD_SIZE" not in CliRunner().invoke(app, shlex.split("preflight toy device=cpu")).stdout
+    assert "WORLD_SIZE" not in CliRunner().invoke(app, shlex.split("doctor preflight toy device=cpu")).stdout

@@ -209,7 +209,9 @@ def test_a_model_that_sees_the_next_token_is_refused(corpus, packed):
 
 def test_attention_that_is_cut_by_places_of_a_row_is_not_packed(corpus):
     sizes = {**lm_cases.LLAMA, "model_type": "llama4_text", "attention_chunk_size": 16, "head_dim": 4}
-    with pytest.raises(UsageError, match=r"task.packing: attention of llama4_text sees 16 tokens.*\n.*length=16"):
+    with pytest.raises(
+        UsageError, match=r"task.packing: attention of llama4_text works on chunks of 16 tokens.*\n.*length=16"
+    ):
         small_task(corpus, config=sizes).model()
     models.check_lengths(small_task(corpus, config=sizes).config, 16, True)
     models.check_lengths(small_task(corpus, config=sizes).config, 32, False)

@@ -638,7 +638,7 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     sample, item = data[1], task.prepare(data[1], 0, False)
     assert f"{len(sample.boxes)} boxes, " in presenter.caption(sample, item, outputs[1])
     assert wrong[1] == len(presenter.describe(outputs[0])["boxes"])  # the image has no box: all are invented
-    assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.image_side
+    assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.picture_side
     assert presenter.picture(sample, task.prepare(sample, 0, True), None).ndim == 3
     (file,) = presenter.files(sample, outputs[1]).values()
     width, height = Image.open(io.BytesIO(file)).size

@@ -108,7 +108,7 @@ def test_a_size_for_evaluation_that_training_never_reaches_is_an_error(sizes, be
     task = PICTURES | sizes | {"image_size_between": between}
     last = max(sizes["image_size"])
     with pytest.raises(
-        LockstepError, match=f"24 pixels from epoch {last} (counted from 0), but the run ends after 2 epochs"
+        LockstepError, match=rf"24 pixels from epoch {last} \(counted from 0\), but the run ends after 2 epochs"
     ):
         config_file.parse({"task": task, "train": {"epochs": 2}})
     with pytest.raises(LockstepError, match=r"command line: task\.image_size: .* set task\.eval_size"):

@@ -67,7 +67,7 @@ def loaded_in_place(state: Any, *_: Any, **named: Any) -> After:
 
 def renamed(old: Any, new: Any, *_: Any, **__: Any) -> After:
     """os.rename, os.replace and copies: a file gets a different name."""
-    if (before := _path(old)) and (now := _path(new)) and not before.startswith(("/dev/", "/proc/")):
+    if (before := _path(old)) and (now := _path(new)) and not _is_special(before):
         recorder.emit("rename", limit=_EACH_LINE, at=places.here(), path=before, to=now)
         _texts.update({path: now for path, name in _texts.items() if name == before})
     return None
@@ -133,7 +133,7 @@ def _opened(file: Any, mode: str, caller: Any) -> None:
     if not isinstance(file, (str, bytes, os.PathLike)) or not places.is_by_user(caller):
         return
     path = _path(file)
-    if path and not path.startswith(("/dev/", "/proc/")):
+    if path and not _is_special(path):
         kind = "read" if mode.startswith("r") and "+" not in mode else "save"
         recorder.emit(kind, limit=_EACH_LINE, at=places.here(caller), path=path, how="open", mode=mode)
         if mode.strip("t") == "w" and path.endswith(_ROWS) and len(_texts) < _MOST:
@@ -147,3 +147,8 @@ def at_exit() -> dict[str, Any]:
             content = Path(name).read_bytes()
             recorder.emit("text", path=path, lines=content.count(b"\n") + (content[-1:] not in (b"\n", b"")))
     return {}
+
+
+def _is_special(path: str) -> bool:
+    """True for paths of devices and of the kernel. /dev/shm holds ordinary files."""
+    return path.startswith(("/dev/", "/proc/")) and not path.startswith("/dev/shm/")

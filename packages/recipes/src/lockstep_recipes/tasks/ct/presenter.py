@@ -40,7 +40,7 @@ class VolumeRiskPresenter(Presenter):
     """
 
     task: VolumeRisk
-    image_side = 1100
+    picture_side = 1100
 
     def inputs(self, arguments: Sequence[str]) -> VolumeTable:
         """The volumes that the arguments name: see `read_volume_inputs`."""

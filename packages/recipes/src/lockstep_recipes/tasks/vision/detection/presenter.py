@@ -34,7 +34,7 @@ class DetectionPresenter(ImagePresenter):
     are images, folders of images, and a COCO file that names images."""
 
     task: Detection
-    image_side = _SIDE
+    picture_side = _SIDE
 
     def __init__(self, task: Detection) -> None:
         super().__init__(task)

@@ -38,7 +38,7 @@ class SegmentationPresenter(ImagePresenter):
     folders of images."""
 
     task: Segmentation
-    image_side = _SIDE
+    picture_side = _SIDE
     square_evaluations = False
 
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
