@@ -26,8 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lockstep_lab.verify.result import CheckResult
-from tests.verify import mutants
-from tests.verify.mutants import MUTANTS, SURVIVORS, Mutant, Outcome
+from packages.lab.tests.verify import mutants
+from packages.lab.tests.verify.mutants import MUTANTS, SURVIVORS, Mutant, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 6

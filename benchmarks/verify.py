@@ -8,10 +8,11 @@
 Recipes that need data use real data from DIR (default: ../shared/data), and are skipped with a message if these are
 missing. Worker processes stay from one verification to the next, so the times do not include their start.
 
-`unusual`: the tasks of `tests/verify/unusual_models.py`, `unusual_losses.py` and `unusual_data.py`, with the command. A
-command that does not end also counts as a false alarm.
+`unusual`: the tasks of `packages/lab/tests/verify/unusual_models.py`, `unusual_losses.py` and `unusual_data.py`, with
+the command. A command that does not end also counts as a false alarm.
 
-`models`: small, new models of many families of the package `transformers`, from `tests/verify/transformer_models.py`.
+`models`: small, new models of many families of the package `transformers`, from
+`packages/lab/tests/verify/transformer_models.py`.
 
 All of them are correct, so each fault is a false alarm, or a true statement about a model. A line reports how many
 checks passed; lines below it list those that were not shown or found a fault, with the reason. All checks run as with
@@ -95,7 +96,7 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
             if not any(option.startswith(common.partition("=")[0] + "=") for option in options)
         ]
         found[name] = (
-            f"{ROOT}/tests/verify/clean_tasks.py:{name}",
+            f"{ROOT}/packages/lab/tests/verify/clean_tasks.py:{name}",
             [*common, *(option for option in options if not option.endswith("=null"))],
         )
     return found
@@ -143,7 +144,7 @@ def recipes(options: argparse.Namespace) -> int:
 
 def by_command(task: type[Task], options: argparse.Namespace) -> list[CheckResult]:
     """The checks of a verification with `lockstep verify`; a fault if there are none."""
-    from tests.verify.unusual_tasks import arguments
+    from packages.lab.tests.verify.unusual_tasks import arguments
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lockstep", "verify", *arguments(task)]
@@ -168,7 +169,7 @@ def by_command(task: type[Task], options: argparse.Namespace) -> list[CheckResul
 
 def unusual(options: argparse.Namespace) -> int:
     """The number of false alarms in correct but unusual tasks."""
-    from tests.verify.unusual_tasks import tasks
+    from packages.lab.tests.verify.unusual_tasks import tasks
 
     known, alarms = tasks(), 0
     for name in options.names or known:
@@ -179,7 +180,7 @@ def unusual(options: argparse.Namespace) -> int:
 
 def models(options: argparse.Namespace) -> int:
     """The number of families of models with a fault."""
-    from tests.verify.transformer_models import FAMILIES, arguments
+    from packages.lab.tests.verify.transformer_models import FAMILIES, arguments
 
     faults = 0
     how = {"checks": options.checks.split(",") if options.checks else (), "quick": not options.full}

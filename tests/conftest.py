@@ -1,3 +1,5 @@
+"""Settings, hooks and fixtures of the tests of the engine, the recipes and the lab."""
+
 import gc
 import os
 import signal
@@ -42,14 +44,6 @@ def pytest_runtest_logfinish():
         _frozen_modules[0] = len(sys.modules)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _processes():
-    background.start()
-    yield
-    ranks.close()
-    background.close()
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     # Tests that wait for commands come last: the commands run meanwhile.
@@ -61,6 +55,13 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # torch and the tests stay, so collecting garbage need not look through them
     gc.enable()
+    if not session.config.option.collectonly:
+        background.start()
+
+
+def pytest_sessionfinish():
+    ranks.close()
+    background.close()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -78,5 +79,5 @@ def launch(request):
 def shared_data():
     folder = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not folder.is_dir():
-        pytest.skip("real data is not beside this checkout (../shared/data)")
+        pytest.skip("real data is not next to this checkout (../shared/data)")
     return folder

@@ -45,7 +45,7 @@ def shown(after):
     return PAGE.partition(after)[2].partition("```text\n")[2].partition("```")[0]
 
 
-@pytest.mark.exhaustive  # tests/search tests the command with less data
+@pytest.mark.exhaustive  # packages/lab/tests/search tests the command with less data
 def test_the_range_test_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, output = call(*of("tune", "lr"))

@@ -10,13 +10,13 @@ from PIL import Image
 
 from lockstep.cli.export import next_step
 from lockstep_recipes.tasks.vision import use_images
+from packages.recipes.tests.tasks.text.test_text import ROWS, table
+from packages.recipes.tests.tasks.vision.test_segmentation_models import ARCHITECTURES
 from tests import detector_cases, export_cases, own_tasks, runs
 from tests.box_cases import SMALL, box_folder
 from tests.image_cases import RESNET, picture_folder
 from tests.mask_cases import UNET, shapes_folder
 from tests.selection import mainly
-from tests.tasks.text.test_text import ROWS, table
-from tests.tasks.vision.test_segmentation_models import ARCHITECTURES
 
 ROUNDING = 1e-5
 BOXES = {"score_threshold": 0.0, "most_boxes": 40}

@@ -8,6 +8,7 @@ import pytest
 import lockstep
 from lockstep import LockstepError, Trainer
 from lockstep.watch import shares
+from packages.lab.tests.verify import mutants
 from tests import ranks, runs
 from tests.ranks import run_ranks
 from tests.sampling_cases import (
@@ -22,7 +23,6 @@ from tests.sampling_cases import (
     settings,
     trained,
 )
-from tests.verify import mutants
 
 STEPS = 9
 

@@ -11,11 +11,11 @@ from lockstep.parts.digest import digest
 from lockstep.watch.replay_report import Wants
 from lockstep_lab.verify import command, cut_model
 from lockstep_lab.verify.checks import on_mesh
+from packages.lab.tests.verify.made_up import experiments, recording
 from tests import ranks
 from tests.mesh import mesh_cases, plan_cases
 from tests.ranks import run_ranks
 from tests.selection import mainly
-from tests.verify.made_up import experiments, recording
 
 ON_TWO = {"tensor": 2}
 WORDS = {

@@ -239,7 +239,9 @@ def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None)
     for option, value in (("--classes", classes), ("--samples", samples)):
         if value is not None:
             remedy = "leave this option out, or data.train"
-            raise UsageError("is only for data that are not on this machine, but data.train names data", where=option, remedy=remedy)
+            raise UsageError(
+                "is only for data that are not on this machine, but data.train names data", where=option, remedy=remedy
+            )
     return None
 
 

@@ -1,0 +1,338 @@
+"""Checks of whether anything is learned, on curves that a test makes up."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep_lab.verify.checks import learning
+from lockstep_lab.verify.checks.learning import t_of_slope
+from lockstep_lab.verify.constant_baseline import ConstantBaseline
+from lockstep_lab.verify.experiments import ExperimentFailed
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
+from packages.lab.tests.verify.made_up import experiments, recording
+
+FALLING = [4.0 / (step + 1) for step in range(60)]
+FLAT = [2.0 + 0.1 * random.Random(seed).gauss(0, 1) for seed in range(60)]
+
+
+def baseline(**more):
+    return ConstantBaseline(
+        **{
+            "values": {"loss": 1.0, "accuracy": 0.5},
+            "untrained": {"loss": 2.0, "accuracy": 0.2},
+            "higher_is_better": {"accuracy": True},
+        }
+        | more
+    )
+
+
+# ---- the slope
+
+
+def test_a_falling_curve_has_a_negative_slope_beyond_chance_and_a_rising_one_a_positive():
+    assert t_of_slope(FALLING) < -2.6
+    assert t_of_slope(FALLING[::-1]) == pytest.approx(-t_of_slope(FALLING))
+
+
+def test_the_slope_is_that_of_a_linear_regression():
+    curve = [3.0, 2.5, 2.9, 2.0, 1.9, 1.0]
+    # By hand: mean 13.3 / 6, sum of (x - 2.5) * y = -6.35, spread 17.5.
+    slope = -6.35 / 17.5
+    rest = sum((y - 13.3 / 6 - slope * (x - 2.5)) ** 2 for x, y in enumerate(curve)) / 4
+    assert t_of_slope(curve) == pytest.approx(slope / math.sqrt(rest / 17.5))
+
+
+def test_noise_without_a_slope_is_not_significant():
+    wrong = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        wrong += t_of_slope([5.0 + draw.gauss(0, 1) for _ in range(60)]) < learning._SIGNIFICANT_T
+    assert wrong <= 6  # once in 200 by chance
+
+
+def test_a_slope_below_much_noise_is_found():
+    draw = random.Random(1)
+    assert t_of_slope([5.0 - 0.05 * step + draw.gauss(0, 0.5) for step in range(60)]) < learning._SIGNIFICANT_T
+
+
+@given(st.floats(-1e6, 1e6), st.integers(0, 100))
+def test_a_constant_curve_does_not_fall(value, count):
+    assert t_of_slope([value] * count) >= 0.0
+
+
+def test_an_exact_line_is_infinitely_sure():
+    assert t_of_slope([4.0, 3.0, 2.0, 1.0, 0.0]) < -1e6
+    assert t_of_slope([0.0, 1.0, 2.0, 3.0, 4.0]) > 1e6
+
+
+@pytest.mark.parametrize(
+    "curve", [[], [1.0], [2.0, 1.0], [3.0, 2.0, 1.0], [4.0, math.nan, 2.0, 1.0, 0.0], [math.inf, 3.0, 2.0, 1.0, 0.0]]
+)
+def test_too_few_points_and_those_that_are_not_finite_say_nothing(curve):
+    assert t_of_slope(curve) == 0.0
+
+
+# ---- loss
+
+
+def test_a_loss_that_falls_passes_at_once():
+    result = learning.loss(experiments({"learned-1": recording(FALLING)}))
+    assert result.status == "passed"
+    assert result.curves == {"loss": FALLING}
+    assert result.value < result.bound
+
+
+def test_a_loss_that_falls_slowly_has_patience():
+    result = learning.loss(experiments({"learned-1": recording(FLAT), "learned-4": recording(FALLING)}))
+    assert result.status == "passed"
+    assert result.curves == {"loss": FALLING}
+
+
+def test_a_loss_that_does_not_fall_is_a_fault():
+    result = learning.loss(
+        experiments({"learned-1": recording(FLAT), "learned-4": recording(FLAT), "baseline": baseline()})
+    )
+    assert result.status == "fault"
+    assert "does not fall" in result.reason
+    assert (
+        learning.loss(
+            experiments(
+                {
+                    "learned-1": recording(FLAT),
+                    "learned-4": recording(FALLING[::-1]),
+                    "baseline": baseline(obstacle="x"),
+                }
+            )
+        ).status
+        == "fault"
+    )
+
+
+def test_a_loss_that_falls_from_epoch_to_epoch_passes_where_steps_differ_more():
+    of_steps = [15.0, 5.0, 13.0, 7.0, 10.0]  # what the samples of a step make of its loss, in each epoch
+    order = [random.Random(epoch).sample(of_steps, 5) for epoch in range(12)]
+    curve = [loss + 2.0 / (1 + epoch) ** 2 for epoch in range(12) for loss in order[epoch]]
+    flat = [loss for epoch in range(12) for loss in order[epoch]]
+    for losses, status in ((curve, "passed"), (flat, "fault")):
+        answers = {name: recording(losses, steps_per_epoch=5) for name in ("learned-1", "learned-4")}
+        result = learning.loss(experiments(answers | {"baseline": baseline()}))
+        assert result.status == status
+    result = learning.loss(experiments({"learned-1": recording(curve, steps_per_epoch=5)}))
+    assert result.reason == "falls from 12 to 10.01, the means of 12 epochs; steps differ more"
+    assert result.value < -10
+
+
+@pytest.mark.parametrize(
+    "means", [[1.0] * 8, [2.0, 1.0, 1.0], [1.0, *[0.999] * 7], [2.0, *[1.0, 1.9] * 4], [math.nan] * 9]
+)
+def test_epochs_that_are_alike_too_few_or_too_different_do_not_fall(means):
+    assert learning.t_of_epochs(means) > learning._T_OF_EPOCHS
+
+
+def test_a_loss_with_nothing_left_to_fall_shows_nothing():
+    low = [loss / 100 for loss in FLAT]
+    result = learning.loss(
+        experiments({"learned-1": recording(low), "learned-4": recording(low), "baseline": baseline()})
+    )
+    assert result.status == "not shown"
+    assert "does not fall, but is already low" in result.reason
+
+
+def test_a_loss_that_explodes_on_the_way_is_a_fault():
+    curve = [8.0 - 0.1 * step for step in range(60)]
+    assert learning.loss(experiments({"learned-1": recording(curve)})).status == "passed"
+    result = learning.loss(experiments({"learned-1": recording([*curve[:20], 17.0, *curve[21:]])}))
+    assert result.status == "fault"
+    assert "oscillates wildly" in result.reason
+    assert learning.loss(experiments({"learned-1": recording([17.0, *curve[1:]])})).status == "passed"
+
+
+def test_steps_that_differ_from_the_beginning_are_no_explosion():
+    """As where few steps have units of a head, or batches are tiny."""
+    curve = [step_loss + 9.0 * (step % 6 == 5) / (1 + step / 30) for step, step_loss in enumerate(FALLING)]
+    assert learning.loss(experiments({"learned-1": recording(curve, steps_per_epoch=6)})).status == "passed"
+    exploded = [1.6, *(1000.0 / step for step in range(1, 60))]
+    assert not learning._are_calm(learning._means_of_epochs(exploded, 6), exploded[0])
+
+
+def test_a_loss_that_is_not_finite_is_a_fault():
+    curve = [*FALLING[:30], math.nan]
+    result = learning.loss(experiments({"learned-1": recording(curve), "learned-4": recording(curve)}))
+    assert result.status == "fault"
+    assert "not finite" in result.reason
+
+
+# ---- metric
+
+
+def measured(loss, accuracy, probe=None, **more):
+    after = {"loss": loss, "accuracy": accuracy}
+    return learning.metric(
+        experiments(
+            {
+                "baseline": baseline(**more),
+                "task-probe": probe or TaskProbe(epsilon=1e-16),
+                "learned-1": recording(FALLING),
+                "evaluated-1": after,
+                "learned-4": recording(FALLING),
+                "evaluated-4": after,
+            }
+        )
+    )
+
+
+def test_a_model_better_than_a_constant_output_passes():
+    result = measured(0.5, 0.9)
+    assert (result.status, result.value, result.bound, result.what) == ("passed", 0.9, 0.5, "accuracy")
+    assert result.rows[1] == {"metric": "accuracy", "before": 0.2, "after": 0.9, "best constant output": 0.5}
+
+
+def test_a_model_no_better_than_a_constant_output_is_a_fault():
+    assert "no better than a constant output" in measured(1.0, 0.9).reason
+    assert measured(math.nan, 0.9).status == "fault"
+
+
+def test_a_loss_without_labels_that_a_constant_output_solves_shows_nothing():
+    values = {"values": {"loss": 0.0, "accuracy": 0.5}}
+    assert measured(0.1, 0.9, **values).status == "fault"
+    result = measured(0.1, 0.9, probe=TaskProbe(without_labels=True), **values)
+    assert result.status == "not shown"
+    assert "a constant output has almost no loss" in result.reason
+    assert measured(1.5, 0.9, probe=TaskProbe(without_labels=True)).status == "fault"
+
+
+def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():
+    def after(samples, loss, losses=FALLING, accuracy=0.9, later=None):
+        results = {"loss": loss, "accuracy": accuracy, "samples": samples}
+        made = {"evaluated-1": results, "evaluated-4": results}
+        made |= {"learned-1": recording(losses), "learned-4": recording(later or losses)}
+        return learning.metric(experiments({"baseline": baseline(), **made}))
+
+    result = after(6, 1.5)
+    assert result.status == "not shown"
+    assert "6 evaluation samples are too few to decide whether it beats a constant output: loss 1.5" in result.reason
+    assert after(6, 0.5).status == "passed"
+    assert after(6, 0.5, accuracy=0.1).status == "fault"
+    assert after(6, 1.5, FLAT).status == "fault"
+    assert after(6, 1.5, FLAT, later=FALLING).status == "not shown"
+    assert after(6, math.nan).status == "fault"
+    assert after(20, 1.5).status == "fault"
+
+
+def test_a_metric_that_contradicts_the_loss_is_a_fault_and_one_that_says_nothing_is_not():
+    assert measured(0.5, 0.1).status == "fault"
+    assert measured(0.5, 0.5).status == "not shown"
+    assert measured(0.5, 0.9, higher_is_better={"accuracy": False}).status == "fault"
+
+
+def test_a_metric_within_chance_of_a_constant_output_shows_nothing():
+    """The standard error of a share of 0.5 over 360 samples is 0.026."""
+    for accuracy in (0.45, 0.5, 0.56):
+        result = measured(0.5, accuracy, units=360.0)
+        assert result.status == "not shown"
+        assert "is within chance of the best constant output, 0.5: on 360 evaluation labels" in result.reason
+        assert "chance may reach 0.5685" in result.reason
+    assert measured(0.5, 0.6, units=360.0).status == "passed"
+    assert "(by chance up to 0.5685)" in measured(0.5, 0.6, units=360.0).reason
+    assert measured(0.5, 0.4, units=360.0).status == "fault"
+
+
+def test_without_a_metric_the_loss_decides():
+    assert measured(0.5, 0.1, higher_is_better={}).status == "passed"
+    assert measured(1.5, 0.1, higher_is_better={}).status == "fault"
+
+
+def test_what_cannot_be_compared_is_said():
+    result = measured(0.5, 0.9, obstacle="there is no evaluation data")
+    assert result.status == "not shown"
+    assert result.reason.endswith("there is no evaluation data")
+
+
+# ---- overfit
+
+
+def overfitted(least=0.0, **curves):
+    return learning.overfit(
+        experiments(
+            {"least-loss": least}
+            | {
+                f"overfit-{name if '-' in name else f'{name}-240'}": recording(curve)
+                if isinstance(curve, list)
+                else curve
+                for name, curve in curves.items()
+            }
+        )
+    )
+
+
+def test_samples_learned_by_heart_pass_with_the_first_learning_rate_that_does_it():
+    assert overfitted(**{"1": [2.0, 1.0, 0.1]}).status == "passed"
+    result = overfitted(**{"1": [2.0, 1.5], "10": [2.0, 9.0], "0.1": [2.0, 0.05]})
+    assert result.status == "passed"
+    assert "x 0.1" in result.reason
+
+
+def test_samples_that_cannot_be_learned_by_heart_are_a_fault():
+    result = overfitted(**{"1": [2.0, 1.0], "10": [2.0, 1.0], "0.1": [2.0, 1.9]})
+    assert result.status == "fault"
+    assert (result.value, result.bound) == (pytest.approx(0.5), 0.05)  # of the best rate
+
+
+def test_a_loss_that_still_falls_gets_more_steps_before_the_model_is_accused():
+    falls = [2.0 * 0.99**step for step in range(240)]  # 9 % is left
+    stuck = {"10": [2.0, 1.9], "0.1": [2.0, 1.9]}
+    result = overfitted(**{"1": falls, "1-960": [*falls, 0.09], **stuck})
+    assert result.status == "passed"
+    assert "in 241 steps, with optim.lr x 1" in result.reason
+    result = overfitted(**{"1": falls, "1-960": [2.0, 0.12], **stuck})
+    assert (result.status, result.value) == ("fault", pytest.approx(0.06))
+    for still in ([2.0] * 120 + [0.2] * 120, [2.0 - 0.004 * step for step in range(240)]):  # flat; far away
+        assert overfitted(**{"1": still, **stuck}).status == "fault"
+
+
+def test_the_loss_is_counted_from_the_least_there_can_be():
+    assert overfitted(1.0, **{"1": [2.0, 1.04]}).status == "passed"
+    result = overfitted(1.0, **{"1": [2.0, 1.1], "10": [2.0, 1.1], "0.1": [2.0, 1.1]})
+    assert result.status == "fault"
+    assert result.notes
+
+
+def test_a_learning_rate_that_lets_the_loss_explode_is_not_the_last_that_is_tried():
+    exploded = Answer(error="the loss is nan", known=True)
+    assert overfitted(**{"1": [2.0, 1.5], "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"
+    assert overfitted(**{"1": exploded, "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"
+    result = overfitted(**{"1": exploded, "10": exploded, "0.1": [2.0, 1.0]})
+    assert result.status == "fault"
+    assert list(result.curves) == ["loss, optim.lr x 0.1"]
+
+
+def test_a_loss_that_explodes_with_each_learning_rate_and_a_crash_are_failures():
+    exploded, crashed = Answer(error="the loss is nan", known=True), Answer(error="KeyError: 3")
+    with pytest.raises(ExperimentFailed, match="the loss is nan"):
+        overfitted(**{"1": exploded, "10": exploded, "0.1": exploded})
+    with pytest.raises(ExperimentFailed, match="KeyError"):
+        overfitted(**{"1": crashed, "10": [2.0, 0.05]})
+
+
+def test_the_learning_rate_of_the_few_samples_is_that_of_the_training(monkeypatch):
+    """A recipe for thousands of samples per step may give the learning rate of such a step."""
+    rates = []
+
+    def train(self, name, world, config, **more):
+        optim = config["optim"]
+        rates.append((optim["lr"], optim["lr_scaling"]))
+        assert [group["lr"] for group in optim["groups"]] == [pytest.approx(0.1 * made.global_batch / 1024), None]
+        return [recording([2.0, 1.0])]
+
+    made = experiments({"least-loss": 0.0})
+    monkeypatch.setattr(type(made), "train", train)
+    groups = [{"name": "slow", "match": ["a.*"], "lr": 0.1}, {"name": "norms", "match": ["b.*"], "lr": None}]
+    made.config["optim"] |= {"groups": groups, "lr": 1.6, "lr_scaling": "linear", "reference_batch": 1024}
+    learning.overfit(made)
+    rate = 1.6 * made.global_batch / 1024
+    assert [scaling for _, scaling in rates] == ["none"] * 3
+    assert [rate for rate, _ in rates] == pytest.approx([rate, 10 * rate, 0.1 * rate])
