@@ -125,7 +125,7 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
         ("WithList", "WithList keeps 'history' as a list"),
         ("leaves out", "the optimizer lacks parameters of the model: 0.weight"),
         ("nothing", "it returned a str"),
-        ("Lookahead", "holds a AdamW with its own state"),
+        ("Lookahead", "holds another optimizer (AdamW) with its own state"),
         ("Unmade", "without torch.optim.Optimizer.__init__"),
         ("Asserting", "it needs a closure"),
         ("WithSetting", "WithSetting keeps 'history' as a tuple"),

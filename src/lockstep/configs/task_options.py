@@ -12,8 +12,8 @@ from lockstep.core.config.config_section import Section
 class TaskOptions(Section):
     """Base of the options of a task.
 
-    A subclass is declared by name: a shipped one in `recipes.registry`, another in the entry point group
-    `lockstep.tasks`. Unknown keys and values of a different type are errors.
+    A distribution declares a subclass by name, in the entry point group `lockstep.tasks`. Unknown keys and values of a
+    different type are errors.
     """
 
     task: ClassVar[str]

@@ -158,7 +158,7 @@ class _Due(NamedTuple):
 
 @dataclass
 class _Loop:
-    """The memory of `fit` from step to step, and its work between steps. All ranks call each method alike."""
+    """The memory of `steps` from step to step, and its work between steps. All ranks call each method alike."""
 
     state: TrainState
     intervals: Intervals

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lockstep.core.checkpoint import files, store
+from lockstep.core.checkpoint.host_buffers import Block, pack
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.checkpoint.staging import Block, pack
 from lockstep.core.errors import CheckpointError
 from lockstep.core.parallel import faults
 from tests.core.checkpoint import cases

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lockstep.core import devices
 from lockstep.core.checkpoint import files, finite, store
+from lockstep.core.checkpoint.host_buffers import buffers_like
 from lockstep.core.checkpoint.retention import CheckpointConfig
-from lockstep.core.checkpoint.staging import buffers_like
 from lockstep.core.errors import CheckpointError, TrainingError
 from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel.faults import fail_at

@@ -3,7 +3,8 @@
 checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
 checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
 
-The manifest is written last: a directory without a valid manifest is not a checkpoint. The metrics of an evaluation at
+The manifest is written last, and then the directory is renamed: from this moment on, the checkpoint exists. A directory
+without a valid manifest is not a checkpoint. The metrics of an evaluation at
 the same step are added to the manifest later.
 """
 

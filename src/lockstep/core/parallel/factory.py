@@ -35,6 +35,8 @@ def make_strategy(options: ParallelConfig, world: World, *, trains: bool = True)
         return Single(world, find_unused_parameters=options.find_unused_parameters)
     if name == "ddp":
         return DDP(world, options)
+    if name != "fsdp":  # a new name needs its own branch
+        raise AssertionError(f"no strategy is made for parallel.strategy={name}")
     if options.find_unused_parameters:
         raise UsageError(
             "fsdp cannot train with unused parameters",

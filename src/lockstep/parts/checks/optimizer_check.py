@@ -56,7 +56,8 @@ def _check_interface(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(what, where="optim.name", remedy="use a different optimizer")
     inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
     if any(one.state is not optimizer.state for one in inner):
-        what = f"{name} holds a {type(inner[0]).__name__} with its own state, which no checkpoint would contain"
+        what = f"{name} holds another optimizer ({type(inner[0]).__name__}) with its own state"
+        what += ", which no checkpoint would contain"
         raise UsageError(what, where="optim.name", remedy="share one state: self.state = inner.state")
     if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
         what = f"{name} has the methods train and eval: it evaluates different weights than it trains"
