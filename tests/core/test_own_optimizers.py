@@ -252,7 +252,7 @@ def test_an_overflow_of_fp16_skips_the_updates_of_all_optimizers(overflows):
 
 def test_arguments_without_an_optimizer_of_the_group_are_refused():
     settings = runs.config(optim={"groups": [{"name": "a", "match": ["*"], "args": {"momentum": 0.9}}]})
-    with pytest.raises(LockstepError, match="args are for a group with an `optimizer`"):
+    with pytest.raises(LockstepError, match="args are for a group with its own `optimizer`"):
         runs.fit(own_tasks.Masked(), settings)
 
 

@@ -49,6 +49,7 @@ def verified(folder, checks=(), **parts):
     result = verify_script(
         str(script), [], 2, folder / "out", checks=checks, steps=STEPS, tell=lambda _: None, workers=ranks._ranks
     )
+    assert not Path("after.txt").exists()  # no trial runs what follows the loop
     return result, {check.name: check for check in result.checks}
 
 
