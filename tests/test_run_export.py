@@ -124,7 +124,7 @@ def test_a_picture_that_is_too_small_for_the_program_is_named(found, folder, tmp
 
 def test_the_line_at_the_end_of_an_export_works_when_it_is_pasted(found, folder, capsys):
     line = next_step(folder / "digits" / "out")
-    exec(line.replace("PICTURE.jpg", str(folder / "p" / "colour.png")), {})
+    exec(line.replace("IMAGE.jpg", str(folder / "p" / "colour.png")), {})
     assert "'prediction': " in capsys.readouterr().out
     assert "'text-classification', model=" in next_step(folder / "text" / "out")
     assert "trust_remote_code=True" in next_step(folder / "text" / "out")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError
+from lockstep.core.step import driven
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -141,3 +142,28 @@ def test_not_finite_loss_names_step_rank_and_samples():
             assert len(named) == 8 // world
             assert "step " in message
             assert "rank " in message
+
+
+def test_a_failing_answer_ends_the_steps_before_the_caller_sees_the_error():
+    ended = []
+
+    def steps():
+        try:
+            yield 1
+        finally:
+            ended.append(True)
+
+    def fails(value):
+        raise ValueError("the step failed")
+
+    with pytest.raises(ValueError, match="the step failed") as caught:  # the error holds the frames of the generator
+        driven(steps(), fails)
+    assert ended, caught
+    assert driven(iter_of(3), lambda value: value + 1) == [1, 2, 3]
+
+
+def iter_of(count):
+    answers = []
+    for value in range(count):
+        answers.append((yield value))
+    return answers

@@ -73,7 +73,7 @@ def next_step(folder: Path) -> str:
     """
     place, has = str(folder), {path.name for path in folder.iterdir()}
     if "use_model.py" in has:
-        inputs = "VOLUME.npz" if "volume_risk.json" in has else "PICTURE.jpg"
+        inputs = "VOLUME.npz" if "volume_risk.json" in has else "IMAGE.jpg"
         return f"import runpy; print(runpy.run_path({str(folder / 'use_model.py')!r})['predict']({inputs!r}))"
     if "generation_config.json" in has:  # the model card says how prompts look, and what adapters need
         code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]

@@ -37,6 +37,8 @@ def run(
             remedy = "give the path of your script, after the options: lockstep run --nproc 2 train.py --lr 0.1"
             raise UsageError("there is no such file", where=script, remedy=remedy)
         arguments = [script, *context.args]
+        if line := _late_option(script, context.args):
+            print(line, file=sys.stderr)
         local_ranks.check_nproc(nproc)
         if this_process.is_rank() or nproc == "1":
             run_script(arguments)
@@ -47,6 +49,15 @@ def run(
             ranks = local_ranks.ranks_of(nproc)
             launcher.prepare(ranks, cold=cold, modules=_MODULES)
             launcher.launch([*(["--debug"] if debug else []), *arguments], ranks, max_restarts, main=run_rank)
+
+
+def _late_option(script: str, after: Sequence[str]) -> str:
+    """A warning if an option of this command follows a script that does not know it. Empty: there is none."""
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
+    name = next((word.partition("=")[0] for word in after if word.startswith(("--nproc", "--max-restarts"))), "")
+    if not name or name.strip("-") in text or name.strip("-").replace("-", "_") in text:
+        return ""
+    return f"warning: {name} after the script belongs to the script: write lockstep run {name} VALUE {script}"
 
 
 def _no_such_option(word: str, after: Sequence[str]) -> UsageError:

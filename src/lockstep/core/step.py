@@ -266,6 +266,8 @@ def driven(steps: Generator[Any, Any, R], answer: Callable[[Any], Any]) -> R:
     except StopIteration as end:
         found: R = end.value
         return found
+    finally:  # if `answer` fails, what the generator holds open ends first, such as the writing of a checkpoint
+        steps.close()
 
 
 def seed_of(state: TrainState, step: int, number: int) -> int:

@@ -2,7 +2,8 @@
 
     python use_model.py IMAGE...          a line of JSON for each image
 
-    import use_model use_model.predict("image.jpg")        a dict; for a list of images a list of dicts
+    import use_model
+    use_model.predict("image.jpg")        a dict; for a list of images a list of dicts
 
 `lockstep export` copies this file. An image is a path, a Pillow image, or uint8 (height, width, channels). It is
 prepared as in an evaluation, according to the .json file in this folder. `model.pt2` computes the rest.
