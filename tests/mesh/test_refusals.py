@@ -204,6 +204,6 @@ def test_keys_that_do_not_know_a_mesh_are_refused_on_all_ranks():
 
 
 def test_commands_that_do_not_know_a_mesh_refuse_it():
-    with pytest.raises(UsageError, match=r"parallel.tensor=2: a command does not know"):
+    with pytest.raises(UsageError, match=r"parallel.tensor=2: a command does not support"):
         ParallelConfig(tensor=2).without_mesh("a command")
     ParallelConfig().without_mesh("a command")

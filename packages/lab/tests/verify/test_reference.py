@@ -15,10 +15,11 @@ from lockstep_lab.verify.recorder import RecorderOptions
 from lockstep_lab.verify.reference.gradient import GradientComparison
 from lockstep_lab.verify.worker_functions import TrainingRun
 from tests import runs
+from tests.processes import ROOT
 from tests.selection import mainly
 
 HERE = Path(__file__).resolve().parent
-OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
+OWN, ODD = ROOT / "tests" / "own_tasks.py", HERE / "odd_tasks.py"
 ROUNDING = 1e-13
 
 

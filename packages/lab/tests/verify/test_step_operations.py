@@ -19,11 +19,12 @@ from lockstep_lab.verify.recorder import RecorderOptions
 from lockstep_lab.verify.step_operations import CoarseOperations, RandomOperations, StepOperations
 from lockstep_lab.verify.worker_functions import TrainingRun
 from tests import runs
+from tests.processes import ROOT
 from tests.ranks import run_ranks
 from tests.selection import mainly
 
 HERE = Path(__file__).resolve().parent
-OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
+OWN, ODD = ROOT / "tests" / "own_tasks.py", HERE / "odd_tasks.py"
 PACKAGE = Path(lockstep.__file__).parent
 
 
