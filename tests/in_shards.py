@@ -24,7 +24,7 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 DURATIONS = HERE / "durations.json"
-_PER_CORE = 2  # processes: tests wait a third of their time, for ranks and for other programs
+_PER_CORE = 2  # processes: while one waits for its ranks or for a program, another computes
 IN_MEMORY = Path("/dev/shm")
 ROOM_BYTES = 4 << 30
 """The tests leave 0.3 GB of temporary files."""

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,12 @@ from typer.testing import CliRunner
 
 from lockstep.cli import pages
 from lockstep.cli.application import app
-from tests.processes import ROOT
+from tests.processes import HANG_S, ROOT
 from tests.test_house import SOURCES
 
 WIDE = {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}
 MOST = 20
-"""So many commands stand in `lockstep --help`."""
+"""The most commands that `lockstep --help` may list."""
 NO_BEGINNING = re.compile(
     "(About|Also|And|As|At|Before|Between|By|Default|For|From|How|If|In|It|On|Only|Of|Or|Over|Than|Then|That|This|To|"
     "What|When|Where|Which|Who|Whose|With|Without)"
@@ -144,3 +145,26 @@ def test_pages_are_printed():
     assert wrong.exit_code == 2
     assert "did you mean sampling?" in wrong.stderr
     assert set(pages.names()) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README", "keys", "style"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"a": "hello = no_such:x", "b": "hello = other:y"}, "'hello' is declared twice"),
+        ({"a": "train = no_such:train"}, "the command 'train' of distribution a 1 is left out"),
+        ({"a": "nothing\nlike = this\n["}, "entry_points.txt: cannot be read"),
+        ({"a": "hello = no_such:x"}, None),
+    ],
+)
+def test_a_distribution_breaks_only_its_own_commands(tmp_path, declared, said):
+    for name, line in declared.items():
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "entry_points.txt").write_text(f"[lockstep.commands]\n{line}\n")
+    command = [sys.executable, "-m", "lockstep", "train", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert "lockstep train digits" in done.stdout
+    assert said is None or said in done.stderr, done.stderr
+    assert (done.stderr == "") == (said is None), done.stderr

@@ -103,7 +103,7 @@ def test_a_scheduler_that_the_script_makes_no_more_is_told(tmp_path):
     iter(loop).__next__()
     loop.close()
     text = (tmp_path / "train.log").read_text()
-    assert "the checkpoint's state of StepLR is left out, because the script makes no such scheduler" in text
+    assert "the checkpoint's state of StepLR is left out, because the script does not make this scheduler" in text
 
 
 def trained(arguments, scheduler, body, options):

@@ -85,7 +85,8 @@ for _command, _example in _EXAMPLES.items():
     )(_command)
 app.add_typer(launch, name="launch")
 app.add_typer(doctor, name="doctor")
-for _name, _joined in declared().items():
+_own = {*(_command.__name__.replace("_", "-") for _command in _EXAMPLES), "launch", "doctor"}
+for _name, _joined in declared(_own).items():
     _joined.join(app, _name)
 
 

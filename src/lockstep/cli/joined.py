@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import typer
 
 from lockstep.cli.commands import Command
 from lockstep.core import plugins
-from lockstep.core.entry_points import entry_points
+from lockstep.core.entry_points import EntryPoint, entry_points
 from lockstep.core.errors import UsageError
 
 GROUP = "lockstep.commands"  # of entry points
@@ -39,13 +40,26 @@ class JoinedCommand:
             app.command(name, cls=Command, epilog=epilog)(self.call)
 
 
-def declared() -> dict[str, JoinedCommand]:
-    """The commands of other distributions by name. One that cannot be imported is a command that says so."""
-    return {name: _loaded(name) for name in entry_points(GROUP)}
+def declared(taken: Collection[str]) -> dict[str, JoinedCommand]:
+    """The commands of other distributions by name. One that cannot be imported is a command that reports the reason.
+
+    What is wrong with a distribution must not break other commands: a line on stderr names it.
+
+    Args:
+        taken: names of the engine's own commands, which no distribution replaces.
+    """
+    try:
+        entries = entry_points(GROUP)
+    except UsageError as error:
+        print(f"warning: the commands of other distributions are missing: {error}", file=sys.stderr)
+        return {}
+    for name in entries.keys() & set(taken):
+        what = f"the command {name!r} of {entries[name].origin} is left out: Lockstep has its own"
+        print(f"warning: {what}", file=sys.stderr)
+    return {name: _loaded(entry) for name, entry in entries.items() if name not in taken}
 
 
-def _loaded(name: str) -> JoinedCommand:
-    entry = entry_points(GROUP)[name]
+def _loaded(entry: EntryPoint) -> JoinedCommand:
     try:
         found: Any = plugins.load(entry)
         if not isinstance(found, JoinedCommand) and not callable(found):

@@ -37,7 +37,7 @@ def run(
             remedy = "give the path of your script, after the options: lockstep run --nproc 2 train.py --lr 0.1"
             raise UsageError("there is no such file", where=script, remedy=remedy)
         arguments = [script, *context.args]
-        if line := _late_option(script, context.args):
+        if not this_process.is_rank() and (line := _late_option(script, context.args)):
             print(line, file=sys.stderr)
         local_ranks.check_nproc(nproc)
         if this_process.is_rank() or nproc == "1":

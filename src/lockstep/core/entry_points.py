@@ -56,7 +56,8 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group by name: those of Lockstep's distributions first, each part sorted by name.
 
     Raises:
-        UsageError: two distributions, none of them Lockstep's, declare the same name differently.
+        UsageError: two distributions, none of them Lockstep's, declare the same name differently; or a distribution's
+            file is damaged.
     """
     found: dict[str, EntryPoint] = {}
     entries = _all(tuple((path, _changed(path)) for path in dict.fromkeys(sys.path)))
@@ -84,8 +85,7 @@ def _all(places: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
     seen: set[str] = set()
     found: list[EntryPoint] = []
     for folder, changed in places:
-        names = sorted(os.listdir(folder or ".")) if changed and os.path.isdir(folder or ".") else []
-        for name in names:
+        for name in _names_in(folder or ".") if changed else ():
             if not name.endswith(_SUFFIX):
                 continue
             project, _, version = name.removesuffix(_SUFFIX).partition("-")
@@ -98,17 +98,34 @@ def _all(places: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
     return found
 
 
-def _declared(path: str, distribution: str) -> list[EntryPoint]:
+def _names_in(folder: str) -> list[str]:
+    """The names in a folder, sorted. None if it is a file, or if it may not be read: Python imports nothing from it."""
     try:
-        with open(path, encoding="utf-8") as file:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _declared(path: str, distribution: str) -> list[EntryPoint]:
+    """The entry points of Lockstep's groups in a file.
+
+    Raises:
+        UsageError: the file is damaged; names the file.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except OSError:  # most distributions declare none
         return []
     if "[lockstep." not in text:
         return []
-    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None, strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]  # names keep their case
-    parser.read_string(text)
+    try:
+        parser.read_string(text)
+    except configparser.Error as error:
+        what = f"cannot be read: {str(error).splitlines()[0]}"
+        raise UsageError(what, where=path, remedy=f"install {distribution.rpartition(' ')[0]} again") from error
     return [
         EntryPoint(group, name, value.partition("[")[0].strip(), distribution)
         for group in parser.sections()

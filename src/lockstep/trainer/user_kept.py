@@ -18,13 +18,13 @@ from lockstep.core.part import Part, Training
 class State(dict[str, Any]):
     """`Loop.state`. An object with `state_dict` and `load_state_dict` is saved by these.
 
-    When it is put in again, under the same name, it gets the state that the checkpoint has.
+    When the script assigns it again, under the same name, it gets the state that the checkpoint has.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: dict[str, Any] = {}
-        """States of objects that the script has not put in yet."""
+        """States of objects that the script has not assigned yet."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if _has_state(value) and name in self.waiting:
@@ -53,7 +53,7 @@ class State(dict[str, Any]):
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take what `saved` returned."""
         self.clear()
-        self.waiting = dict(saved.get("objects", {}))
+        self.waiting = dict(saved["objects"])
         self.update(saved["state"])
 
 
@@ -108,10 +108,10 @@ class Kept(Part):
         return new
 
     def check_all_found(self) -> list[str]:
-        """Find schedulers that were made after the Loop. Returns a note on those that the script makes no more."""
+        """Find schedulers that were made after the Loop. Returns a note on those that the script no longer makes."""
         self.find_schedulers()
         left = self._of_checkpoint().keys() - self.schedulers.keys()
-        why = "because the script makes no such scheduler before its loop"
+        why = "because the script does not make this scheduler before its loop"
         return [f"note: the checkpoint's state of {name} is left out, {why}" for name in sorted(left)]
 
     def check_none_is_late(self) -> None:
@@ -140,7 +140,7 @@ class Kept(Part):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.state.load(state)
-        self.best = dict(state.get("best", {}))
+        self.best = dict(state["best"])
         self._saved = state
 
     def restore_rates(self) -> None:
@@ -160,16 +160,14 @@ class Kept(Part):
     def _of_checkpoint(self) -> Mapping[str, Any]:
         if self._saved is None:
             return {}
-        found: dict[str, Any] = dict(self._saved.get("schedulers", {}))
-        if (earlier := self._saved.get("scheduler")) is not None and self.scheduler is not None:
-            found[type(self.scheduler).__name__] = earlier  # a checkpoint of an earlier version
+        found: Mapping[str, Any] = self._saved["schedulers"]
         return found
 
 
 def schedulers_of(optimizer: Optimizer, given: Any = None) -> list[Any]:
     """The schedulers of an optimizer that the script has made, and which are not parts of others.
 
-    torch keeps no list of them: a scheduler knows its optimizer, and not the other way round.
+    torch does not list them: a scheduler refers to its optimizer, but not the reverse.
 
     Args:
         given: a scheduler that counts in any case.
