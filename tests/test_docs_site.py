@@ -66,7 +66,7 @@ def test_the_site_shows_the_version_and_publishes_no_code():
     hooks = runpy.run_path(str(ROOT / "docs" / "site.py"))
     config = {"site_name": SITE["site_name"]}
     assert hooks["on_config"](config)["site_name"] == f"Lockstep {lockstep.__version__}"
-    assert "*.py" in SITE["exclude_docs"].split()
+    assert {"*.py", "*.ipynb", "*.toml", "*.yaml"} <= set(SITE["exclude_docs"].split())
     page = SimpleNamespace(file=SimpleNamespace(src_uri="docs/loop.md"))
     text = hooks["on_page_markdown"]("[a file](../examples/loop/gan.py), [a page](step.md)", page=page)
     assert "](../examples" not in text
