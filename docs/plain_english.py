@@ -36,7 +36,7 @@ HABITS = {
 }
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in HABITS.items()]
 _SKIPPED = ("tests/", "CHANGELOG.md", "docs/style.md", "docs/plain_english.py", "src/lockstep/pages/")
-_SKIPPED += ("docs/refused.md", "docs/audit.md", "benchmarks/MUTANTS.md")  # written by programs
+_SKIPPED += ("docs/audit.md", "benchmarks/MUTANTS.md")  # written by programs
 _CODE = re.compile(r"`[^`]*`|\]\([^)]*\)|https?://\S+|<[^>]+>")
 
 

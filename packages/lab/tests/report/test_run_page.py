@@ -60,6 +60,18 @@ def test_what_was_trained_and_how_it_went(tmp_path):
     assert pictures == ["data:image/png;base64," + base64.b64encode(cases.PNG).decode()]
 
 
+def test_result_and_hyperparameters_come_first_and_the_rest_is_folded(tmp_path):
+    text = run_page.to_html(run.read(write_run(tmp_path, batch={"global": 32}, train={"epochs": 3, "steps": None})))
+    titles = re.findall(r"<h2>([^<]+)</h2>", text)
+    assert titles[:4] == ["Result", "Hyperparameters", "Curves", "Evaluations"]
+    assert re.findall(r"<details><summary><h2>([^<]+)</h2>", text) == titles[4:]
+    shown = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", text.partition("Hyperparameters</h2>")[2]))
+    assert shown["learning rate"] == "0.1"
+    assert shown["global batch"] == "32"
+    assert shown["length"] == "3 epochs"
+    assert "schedule" not in shown  # the config has none
+
+
 def test_the_commands_that_repeat_and_verify(tmp_path):
     folder = write_run(tmp_path / "a run")
     text = page(folder).text

@@ -118,4 +118,10 @@
     }
     for (const place of places) if (!built.has(place)) build(place, false);
   });
+  const openTarget = () => {
+    const folded = document.getElementById(location.hash.slice(1))?.querySelector(":scope > details");
+    if (folded) folded.open = true;
+  };
+  addEventListener("hashchange", openTarget);
+  openTarget();
 })();

@@ -88,6 +88,12 @@ def section(title: str, *content: str | Iterable[str], anchor: str = "") -> Mark
     return element("section", element("h2", title), *content, id=anchor or title.lower().replace(" ", "-"))
 
 
+def folded_section(title: str, *content: str | Iterable[str]) -> Markup:
+    """A part of the page that is shown when its heading is clicked."""
+    inner = element("details", element("summary", element("h2", title)), *content)
+    return element("section", inner, id=title.lower().replace(" ", "-"))
+
+
 def folded(title: str, *content: str | Iterable[str]) -> Markup:
     """Content that is shown when its title is clicked."""
     return element("details", element("summary", title), *content)

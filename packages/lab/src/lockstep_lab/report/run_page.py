@@ -16,7 +16,7 @@ from lockstep.parts.ending import duration
 from lockstep_lab.report import charts, commands, evaluations, page, run, timeline
 from lockstep_lab.report.config_difference import flat
 from lockstep_lab.report.markup import Markup, element, shortened
-from lockstep_lab.report.page import code, facts, folded, number_text, section, table
+from lockstep_lab.report.page import code, facts, folded, folded_section, number_text, section, table
 from lockstep_lab.report.run import RunSummary, is_result
 
 _SHOWN = 200  # characters of a value
@@ -24,6 +24,20 @@ _LONG = 50_000  # of a text
 _BYTES = 4_700_000  # of the page
 _TEXTS = 900_000  # of these, for everything except curves and images
 _KEYS = 20  # that differ: the most that are named
+_HYPERPARAMETERS = {
+    "task": "task.kind",
+    "optimizer": "optim.name",
+    "learning rate": "optim.lr",
+    "weight decay": "optim.weight_decay",
+    "schedule": "schedule.name",
+    "warm-up steps": "schedule.warmup_steps",
+    "clip norm": "optim.clip_norm",
+    "global batch": "batch.global",
+    "precision": "precision",
+    "strategy": "parallel.strategy",
+    "seed": "seed",
+}
+_LENGTHS = {"train.steps": "steps", "train.epochs": "epochs"}
 
 
 def write(folder: Path, out: Path | None = None) -> Path:
@@ -55,7 +69,7 @@ def to_html(shown: RunSummary) -> str:
     restarts = " Dashed vertical lines mark restarts." if marks else ""
     parts = [
         ("Result", _result(shown)),
-        ("Training", [_trained(shown)]),
+        ("Hyperparameters", _hyperparameters(shown)),
         (
             "Curves",
             [
@@ -67,15 +81,19 @@ def to_html(shown: RunSummary) -> str:
             else [_nothing("no entry is logged")],
         ),
         ("Evaluations", evaluations.parts(shown, room=room)),
+    ]
+    rest = [
+        ("Training", _trained(shown)),
         ("Checkpoints", _checkpoints(shown)),
         ("Time line", timeline.parts(shown)),
         ("Verification", _verification(shown)),
         ("Repeat", commands.parts(shown)),
         ("Config and model", _config(shown)),
     ]
-    links = [element("a", title, href="#" + title.lower().replace(" ", "-")) for title, _ in parts]
+    links = [element("a", title, href="#" + title.lower().replace(" ", "-")) for title, _ in parts + rest]
     body = [*_header(shown), element("nav", links, aria_label="Parts of this page")]
     body += [section(title, content) for title, content in parts]
+    body += [folded_section(title, content) for title, content in rest]
     return page.document(f"{shown.name}: lockstep report", body, values, marks)
 
 
@@ -114,8 +132,21 @@ def _result(shown: RunSummary) -> list[Markup]:
     return [*content, element("p", "verify: ", element("a", verdict, href="#verification"), class_=state)]
 
 
-def _trained(shown: RunSummary) -> Markup:
-    environment, task = shown.environment, shown.section("task")
+def _hyperparameters(shown: RunSummary) -> list[Markup]:
+    """What a reader needs to know of the config. All keys are at the end of the page."""
+    values = flat(shown.config)
+    length = [f"{values[key]} {name}" for key, name in _LENGTHS.items() if values.get(key)]
+    pairs = [(name, _value(values.get(key))) for name, key in _HYPERPARAMETERS.items()]
+    model = next((line for line in shown.log.intro if line.endswith(" parameters")), "")
+    return [facts([*pairs[:1], ("model", model), *pairs[1:], ("length", " or ".join(length))])]
+
+
+def _value(value: Any) -> str:
+    return "" if value is None or value == [] else shortened(str(value), _SHOWN)
+
+
+def _trained(shown: RunSummary) -> list[Markup]:
+    environment = shown.environment
     starts = shown.log.starts
     git = environment.get("git")
     commit = (
@@ -124,25 +155,17 @@ def _trained(shown: RunSummary) -> Markup:
     source = next((one.manifest.get("data") for one in shown.checkpoints), None)
     source = source if isinstance(source, Mapping) else {}
     samples, digest = source.get("samples"), str(source.get("digest", ""))
-    batch = shown.section("batch")
     versions = [f"{name} {environment[name]}" for name in ("lockstep", "torch", "python") if environment.get(name)]
     world = environment.get("world", starts[-1].world if starts else None)
     devices = f"{world} x {environment.get('device', '?')}" if world is not None else ""
     devices += f" ({starts[-1].device})" if starts else ""
-    model = next((line for line in shown.log.intro if line.endswith(" parameters")), "")
     known = shown.section("data")
     content = facts(
         [
-            ("task", shortened(str(task.get("kind", "")), _SHOWN)),
-            ("model", model),
             ("training data", shortened(str(known.get("train") or ""), _SHOWN)),
             ("evaluation data", shortened(str(known.get("eval") or ""), _SHOWN)),
             ("training samples", number_text(samples) if isinstance(samples, int) else ""),
             ("data fingerprint", shortened(digest, 17)),
-            ("global batch", str(batch.get("global") or "")),
-            ("optimizer", " ".join(str(shown.section("optim").get(key, "")) for key in ("name", "lr")).strip()),
-            ("precision", str(shown.config.get("precision", ""))),
-            ("seed", str(shown.config.get("seed", ""))),
             ("trained for", duration(shown.trained_s)),
             ("ranks x device", devices),
             ("host", str(environment.get("host", ""))),
@@ -152,7 +175,7 @@ def _trained(shown: RunSummary) -> Markup:
         ]
     )
     intro = "\n".join(shown.log.intro)[:_LONG]
-    return element("div", content, [folded("the log before the first step", code(intro))] if intro else [])
+    return [content, *([folded("the log before the first step", code(intro))] if intro else [])]
 
 
 def _checkpoints(shown: RunSummary) -> list[Markup]:

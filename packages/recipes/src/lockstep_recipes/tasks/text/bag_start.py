@@ -19,7 +19,7 @@ from lockstep_recipes.tasks.text.data import TextData
 from lockstep_recipes.tasks.text.embedding_bag import EmbeddingBagConfig, EmbeddingBagForSequenceClassification
 
 _SMOOTHING = 0.3  # added to counts, in texts
-# With this many texts, the counts of a class get half weight; measured, like the next, in benchmarks/RESULTS.md.
+# With this many texts, the counts of a class get half weight; measured, like the next, in benchmarks/HISTORY.md.
 _FEW = 300.0
 _CONFIDENCE = 3.0  # at full weight, a logit is this multiple of the mean log-odds of a text's tokens
 _BLOCK = 2**12  # texts to count at a time

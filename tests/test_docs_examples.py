@@ -1,0 +1,22 @@
+"""docs/examples.md has every recipe and every example, with small images."""
+
+import re
+
+from lockstep.configs.registry import recipes
+from tests.processes import ROOT
+
+PAGE = (ROOT / "docs" / "examples.md").read_text()
+
+
+def test_every_recipe_and_example_is_there():
+    assert not [name for name in recipes() if f"`{name}`" not in PAGE]
+    linked = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\((\.\./examples/[^)]+)\)", PAGE)}
+    files = [path for path in ROOT.glob("examples/**/*.[pi][yp]*") if "package" not in path.parts]
+    assert not [path.name for path in files if path not in linked and path.name != "toy.py"]
+
+
+def test_images_are_few_and_small():
+    images = re.findall(r'src="([^"]+)"|!\[[^\]]*\]\(([^)]+)\)', PAGE)
+    paths = [ROOT / "docs" / (one or other) for one, other in images]
+    assert 0 < len(paths) <= 8
+    assert not [path.name for path in paths if path.stat().st_size > 60_000]
