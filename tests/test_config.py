@@ -697,7 +697,7 @@ def test_what_is_given_is_not_suggested():
 
 def test_what_was_suggested_is_recorded_and_read_back_alone(write):
     kept = yaml.safe_load(to_yaml(parse(TEXT)))
-    kept["schedule"].pop("warmup_share")  # as an earlier version wrote it
+    kept["schedule"].pop("warmup_share")
     kept["train"].pop("min_steps")
     found = parse(kept, needs_task=False)
     assert (found.train.min_steps, found.schedule.warmup_share) == (None, None)

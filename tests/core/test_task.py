@@ -1,4 +1,4 @@
-"""The contract of a task: names of earlier versions are refused, and the loss may come with its output."""
+"""The contract of a task: its methods are checked, and the loss may come with its output."""
 
 import pytest
 import torch

@@ -37,7 +37,7 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_endpoint(text: str, where: str = "--rendezvous") -> Endpoint:
+def parse_endpoint(text: str) -> Endpoint:
     """An endpoint from HOST, HOST:PORT, or [IPv6]:PORT.
 
     Raises:
@@ -49,14 +49,14 @@ def parse_endpoint(text: str, where: str = "--rendezvous") -> Endpoint:
     if match is None or not 0 < port < 1 << 16:
         raise UsageError(
             f"{text!r} is not the address of a node",
-            where=where,
+            where="--rendezvous",
             remedy=f"give HOST:PORT, such as node0:{DEFAULT_PORT}, with a port from 1 to 65535: "
             "the name or the address of one of the nodes",
         )
     return Endpoint(match[1], port)
 
 
-def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
+def parse_nnodes(text: str) -> tuple[int, int]:
     """The smallest and largest number of nodes, from `2` or `1:4`.
 
     Raises:
@@ -66,7 +66,7 @@ def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         remedy = "give a number from 1, such as 2, or the smallest and the largest number, such as 1:4"
-        raise UsageError(f"{text!r} is not a number of nodes", where=where, remedy=remedy)
+        raise UsageError(f"{text!r} is not a number of nodes", where="--nnodes", remedy=remedy)
     return least, most
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.core.data.order import derive_seed, derive_seeds
+from lockstep.core.data.tensors import is_plain, map_tensors
 
 Digest = tuple[int, int]
 
@@ -79,6 +81,25 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
 def digest(tensor: Tensor) -> Digest:
     """The digest of a tensor's bits, their places and their number, but not of its shape."""
     return digests({"": tensor})[""]
+
+
+def fold_batch(batch: Any) -> Tensor:
+    """The digest of all tensors in a batch, in order: two int64 on the device of the first."""
+    found: dict[str, Tensor] = {}
+
+    def add(tensor: Tensor) -> Tensor:
+        if is_plain(tensor):
+            found[str(len(found))] = tensor
+        return tensor
+
+    map_tensors(batch, add)
+    return fold(found)
+
+
+def digest_of_batch(batch: Any) -> Digest:
+    """The digest of all tensors in a batch, in order."""
+    first, second = fold_batch(batch).tolist()
+    return int(first), int(second)
 
 
 def _sums(words: Tensor, key: int) -> Tensor:

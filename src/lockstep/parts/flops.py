@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core import batch_norm, devices
 from lockstep.core.data.loader import MicroBatch
@@ -23,6 +22,7 @@ from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.strategy import Strategy
 from lockstep.core.parallel.world import World
 from lockstep.parts import peaks
+from lockstep.parts.operations import Observer
 
 
 class FlopCount:
@@ -107,13 +107,13 @@ class FlopCount:
         return peaks.flops(device_name, "tf32" if number_format == "fp32" and _allows_tf32() else number_format)
 
 
-class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCounterMode(Observer):
     """Adds up the floating-point operations inside."""
 
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry
 
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         aten = torch.ops.aten
         # torch has no formulas for the attention of the CPU, which takes the same arguments as that of GPUs.
         forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
@@ -124,18 +124,14 @@ class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.formulas: dict[Any, Any] = {**flop_registry, **on_cpu}
         self.total, self.recomputed = 0, 0  # in forward and backward passes; in forward passes that are run again
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         formula = self.formulas.get(func._overloadpacket)
         if formula is not None:
             # An operation of a layer that is sharded over ranks is seen as that of the whole layer; others as they are.
             ranks = next((each.device_mesh.size() for each in args if hasattr(each, "device_mesh")), 1)
-            counted = formula(*args, **(kwargs or {}), out_val=result) // ranks
+            counted = formula(*args, **kwargs, out_val=result) // ranks
             again = counted if _is_recomputation() else 0
             self.recomputed, self.total = self.recomputed + again, self.total + counted - again
-        return result
 
 
 def _is_recomputation() -> bool:

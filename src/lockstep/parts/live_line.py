@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO
 
 VARIABLE = "LOCKSTEP_LIVE_LINE"
 """Environment variable: set if a notebook shows stdout; it restarts a line after a carriage return."""
 
 
 class LiveLine:
-    """Shows a text as the last line, below all that is printed with `above`.
+    """Shows a text as the last line, below all that is printed with `above`."""
 
-    Args:
-        file: where to write. None: stdout.
-    """
-
-    def __init__(self, file: TextIO | None = None) -> None:
-        self.file = file or sys.stdout
+    def __init__(self) -> None:
+        self.file = sys.stdout
         self.text = ""
 
     def show(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,21 +80,30 @@ def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[
     return list(found.values())
 
 
+def differing_ranks(values: Mapping[int, Any]) -> list[int]:
+    """The ranks that differ from the majority; all ranks without a majority; none if all are equal.
+
+    Args:
+        values: by rank.
+    """
+    value, most = collections.Counter(values.values()).most_common(1)[0]
+    if most == len(values):
+        return []
+    return [rank for rank, one in values.items() if one != value or 2 * most <= len(values)]
+
+
 def who_differs(values: Mapping[int, Any]) -> str:
     """The ranks that differ, in words; by majority, if more than half of them have the same value.
 
     Args:
         values: by rank. Not all are equal.
     """
-    groups: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    most = max(groups.values(), key=len)
-    if 2 * len(most) > len(values):
-        others = [rank for rank in values if rank not in most]
-        return f"{_ranks(others)} differ{'s' * (len(others) == 1)} from {_ranks(most)}"
-    first, second, *_ = groups.values()
-    return f"{_ranks([first[0], second[0]])} differ"
+    others = differing_ranks(values)
+    if len(others) < len(values):
+        rest = [rank for rank in values if rank not in others]
+        return f"{_ranks(others)} differ{'s' * (len(others) == 1)} from {_ranks(rest)}"
+    first, *ranks = values
+    return f"{_ranks([first, next(rank for rank in ranks if values[rank] != values[first])])} differ"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

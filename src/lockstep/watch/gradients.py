@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.data.tensors import map_tensors
 from lockstep.parts.digest import SMALL, Digest, fold, quick_sums
 from lockstep.watch.signed_sums import signed_sums, stacked
 
@@ -131,16 +130,3 @@ def watched(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def digest_of_batch(batch: Any, device: torch.device) -> Tensor:
-    """The digest of all tensors in a batch, in order: two int64."""
-    found: dict[str, Tensor] = {}
-
-    def add(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            found[str(len(found))] = tensor
-        return tensor
-
-    map_tensors(batch, add)
-    return fold(found).to(device)

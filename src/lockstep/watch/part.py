@@ -24,10 +24,10 @@ from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
 from lockstep.core.task import needs_global_batch
-from lockstep.parts.digest import fold
+from lockstep.parts.digest import fold, fold_batch
 from lockstep.watch import evidence, exchange
 from lockstep.watch.examine import Dispute, MicroBatchExperiments
-from lockstep.watch.gradients import Detail, Seen, bare, digest_of_batch, watched
+from lockstep.watch.gradients import Detail, Seen, bare, watched
 from lockstep.watch.history import FigureHistory
 from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, in_turn, of_all, state_digest
@@ -220,11 +220,11 @@ class Watch(BuiltInPart):
             pending.leaves = state.strategy.leaves()
             pending.buffers = [(buffer, buffer.clone()) for buffer in ModuleBuffers(state.strategy.unwrapped)]
             detailed = self.noise is not None
-            pending.batch = digest_of_batch(pending.micro_batch.batch, world.device)
+            pending.batch = fold_batch(pending.micro_batch.batch).to(world.device)
             same = dataclasses.replace(pending.micro_batch)
             given = self.run.batches.extra.given if world.size > 1 else [same]
             other = dataclasses.replace(own, rank=other_rank(state.step, self.every, world.rank, world.size))
-            pending.other_batch = digest_of_batch(given[0].batch, world.device)
+            pending.other_batch = fold_batch(given[0].batch).to(world.device)
             pending.other = trial(state, given[0], other, pending.leaves, detailed=detailed)
             if world.size > 1 and (detailed or not self.has_repeated):
                 pending.again = trial(state, same, own, pending.leaves, detailed=detailed)

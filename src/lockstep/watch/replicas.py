@@ -9,7 +9,7 @@ from lockstep.core.build import Run
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
 from lockstep.parts.digest import digests
-from lockstep.parts.replicas import differing, who_differs
+from lockstep.parts.replicas import differing, differing_ranks, who_differs
 from lockstep.watch.replay import judged_by_replay
 from lockstep.watch.state import state_tensors
 from lockstep.watch.verdict import Verdict
@@ -17,16 +17,8 @@ from lockstep.watch.verdict import Verdict
 
 def differing_replicas(shards: Sequence[int], values: Sequence[tuple[int, int]]) -> list[int]:
     """The ranks whose values differ from the majority of those with the same shard; all of them without a majority."""
-    found: list[int] = []
-    for shard in sorted(set(shards)):
-        ranks = [rank for rank, one in enumerate(shards) if one == shard]
-        by_value: dict[tuple[int, int], list[int]] = {}
-        for rank in ranks:
-            by_value.setdefault(values[rank], []).append(rank)
-        most = max(by_value.values(), key=len)
-        if len(by_value) > 1:
-            found += ranks if 2 * len(most) <= len(ranks) else [rank for rank in ranks if rank not in most]
-    return sorted(found)
+    groups = [{rank: values[rank] for rank, one in enumerate(shards) if one == shard} for shard in set(shards)]
+    return sorted(rank for group in groups for rank in differing_ranks(group))
 
 
 class Replicas:

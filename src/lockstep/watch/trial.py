@@ -16,7 +16,8 @@ from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.strategy import Losses, Strategy
 from lockstep.core.step import StepResult, TrainState, driven, forward_backward_step
-from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
+from lockstep.parts.digest import digest_of_batch
+from lockstep.watch.gradients import Detail, Seen, watched
 
 
 class _Alone:
@@ -88,10 +89,9 @@ def trial(
 
 def detail(state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Mapping[str, Tensor]) -> Detail:
     """What `trial` computes, by head and parameter, on the host."""
-    batch = digest_of_batch(micro_batch.batch, torch.device("cpu"))
+    batch = digest_of_batch(micro_batch.batch)
     found = trial(state, micro_batch, share, leaves, detailed=True).detailed()
-    first, second = batch.tolist()
-    return dataclasses.replace(found, batch=(int(first), int(second)))
+    return dataclasses.replace(found, batch=batch)
 
 
 def read(micro_batches: MicroBatches, plan: MicroBatchPlan, like: MicroBatch, device: torch.device) -> MicroBatch:

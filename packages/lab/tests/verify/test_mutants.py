@@ -16,12 +16,11 @@ import pytest
 
 from lockstep_lab.verify.checks import CHECKS
 from packages.lab.tests.verify import broken_tasks, mutants
-from packages.lab.tests.verify.mutants import MUTANTS, SURVIVORS
+from packages.lab.tests.verify.edits import function_of
+from packages.lab.tests.verify.mutants import MUTANTS
 from tests import ranks
 
 DAY = int(os.environ.get("LOCKSTEP_MUTANTS", datetime.date.today().toordinal()))
-
-
 PART = os.environ.get("LOCKSTEP_MUTANTS_PART", "1/1")
 
 
@@ -34,10 +33,12 @@ def part_of(names, part):
     return list(names)[number - 1 :: count]
 
 
-def parameters(names, day=None):
-    marks = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in SURVIVORS.items()}
-    prefix = "" if day is None else f"LOCKSTEP_MUTANTS={day}: "
-    return [pytest.param(name, id=prefix + name, marks=marks.get(name, ())) for name in names]
+def parameters():
+    """Today's mutant, and all others for `make test-all`."""
+    today = mutants_of(DAY)
+    others = part_of((name for name in MUTANTS if name not in today), PART)
+    found = [pytest.param(name, id=f"LOCKSTEP_MUTANTS={DAY}: {name}") for name in today]
+    return found + [pytest.param(name, marks=pytest.mark.exhaustive) for name in others]
 
 
 @pytest.fixture(scope="module")
@@ -56,31 +57,21 @@ def clean(tmp_path_factory):
     return verify_base
 
 
-def assert_noticed(name, clean, folder):
-    """Assert that the check of a mutant passes its base as it is, and finds a fault in the mutant."""
+@pytest.mark.parametrize("name", parameters())
+def test_a_fault_is_noticed_by_the_check_written_for_it(name, clean, tmp_path):
+    """The check passes the base as it is, and finds a fault in the mutant."""
     mutant = MUTANTS[name]
     right = clean(mutant.base, mutant.check)
     assert not right.error, right.error
     assert right.checks[mutant.check].status == "passed", right.checks[mutant.check].reason
-    wrong = mutants.verify_mutant(name, ranks._ranks, folder, [mutant.check])
+    wrong = mutants.verify_mutant(name, ranks._ranks, tmp_path / "run", [mutant.check])
     assert wrong.faults == ([] if mutant.note else [mutant.check]), wrong.error or wrong.checks[mutant.check].reason
     assert mutant.is_found(wrong), (wrong.checks[mutant.check].reason, wrong.checks[mutant.check].notes)
 
 
-@pytest.mark.parametrize("name", parameters(mutants_of(DAY), DAY))
-def test_a_broken_engine_is_noticed_by_the_check_written_for_it(name, clean, tmp_path):
-    assert_noticed(name, clean, tmp_path / "run")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", parameters(part_of((one for one in MUTANTS if one not in mutants_of(DAY)), PART)))
-def test_every_broken_engine_is_noticed_by_the_check_written_for_it(name, clean, tmp_path):
-    assert_noticed(name, clean, tmp_path / "run")
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_an_edit_fits_the_source_and_is_put_back(name):
-    functions = [mutants._function(target) for target, _, _ in MUTANTS[name].edits]
+    functions = [function_of(target) for target, _, _ in MUTANTS[name].edits]
     before = [function.__code__ for function in functions]
     with mutants.broken(MUTANTS[name]):
         assert all(function.__code__ is not code for function, code in zip(functions, before, strict=True))
@@ -97,7 +88,7 @@ def test_an_edit_uses_only_names_that_its_function_knows():
     """Otherwise a NameError would be found, and not the fault."""
     for name, mutant in MUTANTS.items():
         with mutants.broken(mutant):
-            for function in {mutants._function(target) for target, _, _ in mutant.edits}:
+            for function in {function_of(target) for target, _, _ in mutant.edits}:
                 unknown = globals_of(function.__code__) - function.__globals__.keys() - vars(builtins).keys()
                 assert not unknown, name
 
@@ -115,7 +106,7 @@ def test_parts_are_all_mutants_together():
 
 def test_each_check_has_mutants_of_its_own():
     for check in CHECKS:
-        assert sum(one.check == check and name not in SURVIVORS for name, one in MUTANTS.items()) >= 3, check
+        assert sum(one.check == check for one in MUTANTS.values()) >= 3, check
 
 
 def test_each_broken_task_is_used_and_says_what_is_wrong():

@@ -51,7 +51,7 @@ def name_of(text: str) -> str:
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
 
-def check_name(name: str, where: str = "--job-name") -> None:
+def check_name(name: str) -> None:
     """Check a name.
 
     Raises:
@@ -59,7 +59,7 @@ def check_name(name: str, where: str = "--job-name") -> None:
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _LONGEST_NAME:
         remedy = f"use up to {_LONGEST_NAME} lower-case letters, digits and -, such as {name_of(name)[:_LONGEST_NAME]}"
-        raise UsageError(f"{name!r} is not a name for Kubernetes", where=where, remedy=remedy.rstrip("-"))
+        raise UsageError(f"{name!r} is not a name for Kubernetes", where="--job-name", remedy=remedy.rstrip("-"))
 
 
 def read_volume(text: str) -> tuple[str, str]:

@@ -14,10 +14,10 @@ _LENGTH = 1 << 12  # elements for each rank
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int64": torch.int64}
 
 
-def _of_rank(rank: int, seed: int, length: int = _LENGTH) -> Tensor:
+def _of_rank(rank: int, seed: int) -> Tensor:
     """-1, 0 and 1, so that sums over ranks are exact in all formats and orders."""
     generator = torch.Generator().manual_seed(1000 * rank + seed)
-    return torch.randint(-1, 2, (length,), generator=generator)
+    return torch.randint(-1, 2, (_LENGTH,), generator=generator)
 
 
 def check(world: World) -> Iterator[tuple[str, str | None]]:

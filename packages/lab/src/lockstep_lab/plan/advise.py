@@ -126,9 +126,7 @@ def _notes(figures: Figures) -> list[str]:
         entries = "1 entry" if figures.entries == 1 else f"{figures.entries} entries"
         fewer = max(1, figures.number("log.every_steps", 50) // 5)
         notes.append(f"the log has only {entries}: they may describe only the start. log.every_steps={fewer} logs more")
-    if figures.late("time/saving_s") is None:
-        notes.append("the log does not show how long saves and evaluations take: an older version wrote it")
-    elif figures.world > 1 and not figures.computing:
+    if figures.world > 1 and not figures.computing:
         notes.append("the log does not show how long each rank computes, so a slow rank stays hidden")
     return notes
 

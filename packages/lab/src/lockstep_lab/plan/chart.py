@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lockstep_lab.plan.search import Option, PlanResult
 from lockstep_lab.report.markup import Markup, element
+from lockstep_lab.report.svg import drawing, rect, text
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish, on white and on black.
 _COLORS = {
@@ -77,63 +78,52 @@ def svg(bars: Sequence[MemoryBar], limit: int | None, *, title: str, reserve: fl
         end = max(end, 1.08 * limit)
     scale = (_WIDTH - _NAMES - _FIGURES) / end  # pixels of a byte
     height = _TOP + _ROW * len(bars) + _BOTTOM
-    shown = [_text(16, 26, title, "title"), *_legend(bars)]
+    shown = [text(16, 26, title, class_="title"), *_legend(bars)]
     for row, bar in enumerate(bars):
         shown += _row(bar, _TOP + row * _ROW, scale, end)
     if limit and is_far:
         far = f"memory of the GPU: {gb(limit)}, {limit / largest:,.0f} times the longest bar"
-        shown.append(_text(_NAMES, _TOP - 19, far, "soft"))
+        shown.append(text(_NAMES, _TOP - 19, far, class_="soft"))
     elif limit:
         shown += _limit(limit, reserve, scale, height)
-    paper = _rect(0, 0, _WIDTH, height, class_="paper")
-    size = {"width": _WIDTH, "height": height, "viewBox": f"0 0 {_WIDTH} {height}", "role": "img"}
+    paper = rect(0, 0, _WIDTH, height, class_="paper")
     content = (element("title", title), Markup(f"<style>{_STYLE}</style>"), paper, *shown)
-    return element("svg", *content, xmlns="http://www.w3.org/2000/svg", **size) + "\n"
+    return drawing(_WIDTH, height, *content, width=_WIDTH, height=height) + "\n"
 
 
 def _legend(bars: Sequence[MemoryBar]) -> Iterator[Markup]:
     left = 16.0
     for part in _COLORS:
         if any(bar.parts.get(part) for bar in bars):
-            yield _rect(left, 42, 12, 12, fill=_COLORS[part])
-            yield _text(left + 17, 53, part)
+            yield rect(left, 42, 12, 12, fill=_COLORS[part])
+            yield text(left + 17, 53, part)
             left += 17 + 7.3 * len(part) + 18
 
 
 def _row(bar: MemoryBar, top: float, scale: float, end: float) -> Iterator[Markup]:
-    yield _text(16, top + 9, ("★ " if bar.is_chosen else "") + bar.name, "chosen" if bar.is_chosen else "")
-    yield _text(16, top + 23, bar.detail, "soft")
+    yield text(16, top + 9, ("★ " if bar.is_chosen else "") + bar.name, class_="chosen" if bar.is_chosen else "name")
+    yield text(16, top + 23, bar.detail, class_="soft")
     left, before = float(_NAMES), 0
     for part in sorted(bar.parts, key=list(_COLORS).index):
         width = (min(before + bar.parts[part], end) - min(before, end)) * scale
         if width:
-            yield _rect(left, top, width, _BAR, f"{part}: {gb(bar.parts[part])}", fill=_COLORS[part])
+            yield rect(left, top, width, _BAR, f"{part}: {gb(bar.parts[part])}", fill=_COLORS[part])
         left, before = left + width, before + bar.parts[part]
     if not bar.is_complete:
-        yield _rect(left, top, 40, _BAR, "activations are unknown", class_="unknown")
+        yield rect(left, top, 40, _BAR, "activations are unknown", class_="unknown")
     figure = f"{'» ' if before > end else ''}{gb(before)}{'' if bar.is_complete else ' + ?'}"
-    yield _text(_WIDTH - _FIGURES + 10, top + 9, figure, "over" if bar.fits is False else "")
+    yield text(_WIDTH - _FIGURES + 10, top + 9, figure, class_="over" if bar.fits is False else "figure")
     if bar.fits is False:
-        yield _text(_WIDTH - _FIGURES + 10, top + 22, "does not fit", "soft over")
+        yield text(_WIDTH - _FIGURES + 10, top + 22, "does not fit", class_="soft over")
 
 
 def _limit(limit: int, reserve: float, scale: float, height: int) -> Iterator[Markup]:
     x, free, said = _NAMES + limit * scale, reserve * limit * scale, f"memory of the GPU: {gb(limit)}"
     if reserve:
-        yield _rect(x - free, _TOP - 8, free, height - _TOP - _BOTTOM + 8, "reserve", class_="over", opacity=0.12)
+        yield rect(x - free, _TOP - 8, free, height - _TOP - _BOTTOM + 8, "reserve", class_="over", opacity=0.12)
         said += f", {reserve:.0%} reserved"
     yield element("line", class_="limit", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=_TOP - 14, y2=height - _BOTTOM)
-    yield _text(x, _TOP - 19, said, "soft over", "end" if x > _WIDTH / 2 else "start")
-
-
-def _rect(x: float, y: float, width: float, height: float, about: str = "", **style: object) -> Markup:
-    content = [element("title", about)] if about else []
-    return element("rect", content, x=f"{x:.1f}", y=f"{y:.0f}", width=f"{width:.1f}", height=f"{height:.0f}", **style)
-
-
-def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> Markup:
-    more = {"class_": style} if style else {}
-    return element("text", text, x=f"{x:.1f}", y=f"{y:.0f}", text_anchor=anchor, **more)
+    yield text(x, _TOP - 19, said, "end" if x > _WIDTH / 2 else "start", class_="soft over")
 
 
 def gb(size: float) -> str:

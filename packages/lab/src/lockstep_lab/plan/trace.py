@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.data.tensors import map_tensors
 from lockstep.parts.flops import FlopCounterMode
+from lockstep.parts.operations import Observer
 
 Phase = Literal["forward", "backward"]
 
@@ -99,7 +99,7 @@ class _Storage:
     kind: str
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(Observer):
     """Inside, the bytes of all storages that operations make are counted until they are freed.
 
     Args:
@@ -111,7 +111,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, parameters: Sequence[Tensor], others: Sequence[Tensor] = (), counted: FlopCounterMode | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.counted = counted
         self.live: Any = WeakIdKeyDictionary()
         self.bytes = {"activation": 0, "cast": 0, "gradient": 0, "gradient_of_block": 0, "gradient_of_root": 0}
@@ -143,16 +143,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes["gradient"] += entry.bytes
         self.bytes["gradient_of_root" if of_root else "gradient_of_block"] += entry.bytes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         kind = "activation"
         if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self.parameters:
             kind = "cast"
         if sum(self._add(tensor, kind) for tensor in tensors_of(result)):
             self._take_snapshot()
-        return result
 
     def _add(self, tensor: Tensor, kind: str) -> bool:
         try:

@@ -49,6 +49,8 @@ class Chart:
     """Lines that do not fit into the chart."""
     thinned: bool = False
     """Whether the chart shows the minimum and maximum of neighbouring entries instead of every entry."""
+    starts_log: bool = False
+    """Whether the axis of the values is logarithmic at first. A reader may change it."""
 
     def facts(self) -> list[tuple[str, list[float | None]]]:
         """For each line its first, minimum, maximum and last finite value."""
@@ -149,7 +151,8 @@ def _data(chart: Chart, buckets: int) -> dict[str, Any]:
     labels = [line.label for _, lines in tables for line in lines]
     colors = [line.color for _, lines in tables for line in lines]
     has_log = bool(np.nanmin(np.concatenate([line.series.values for line in chart.lines])) > 0)
-    return {"title": chart.title, "labels": labels, "colors": colors, "tables": shown, "log": has_log}
+    about = {"title": chart.title, "labels": labels, "colors": colors, "tables": shown, "log": has_log}
+    return {**about, "startsLog": True} if chart.starts_log else about
 
 
 def thin(steps: Numbers, columns: Sequence[Numbers], buckets: int) -> list[Numbers]:

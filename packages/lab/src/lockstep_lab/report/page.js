@@ -32,10 +32,11 @@
     context.restore();
   };
 
-  const build = (place, logarithmic) => {
+  const chartOf = (place) => charts[Number(place.dataset.chart)];
+  const build = (place, logarithmic = Boolean(chartOf(place).startsLog)) => {
     const old = built.get(place);
     if (old) old.plot.destroy();
-    const chart = charts[Number(place.dataset.chart)];
+    const chart = chartOf(place);
     const data = chart.tables.length > 1 ? uPlot.join(chart.tables) : chart.tables[0];
     const axis = { stroke: color("--soft"), grid: { stroke: color("--rule"), width: 1 }, ticks: { stroke: color("--rule"), width: 1 }, font: "12px system-ui, sans-serif" };
     const series = chart.labels.map((label, number) => {
@@ -79,17 +80,17 @@
       for (const entry of entries) {
         if (!entry.isIntersecting) continue;
         near.unobserve(entry.target);
-        build(entry.target, false);
+        build(entry.target);
       }
     },
     { rootMargin: "600px" },
   );
   for (const place of places) {
-    if (charts[Number(place.dataset.chart)].log) {
+    if (chartOf(place).log) {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = "log scale";
-      button.setAttribute("aria-pressed", "false");
+      button.setAttribute("aria-pressed", String(Boolean(chartOf(place).startsLog)));
       button.addEventListener("click", () => {
         const pressed = button.getAttribute("aria-pressed") !== "true";
         button.setAttribute("aria-pressed", String(pressed));
@@ -116,7 +117,7 @@
       const details = place.closest("details");
       if (details) details.open = true;
     }
-    for (const place of places) if (!built.has(place)) build(place, false);
+    for (const place of places) if (!built.has(place)) build(place);
   });
   const openTarget = () => {
     const folded = document.getElementById(location.hash.slice(1))?.querySelector(":scope > details");

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 
 from lockstep.parts.ending import duration
-from lockstep_lab.report import page
+from lockstep_lab.report import page, svg
 from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.report.page import code, folded, table
 from lockstep_lab.report.run import RunSummary
@@ -74,14 +74,12 @@ def _picture(starts: Sequence[LoggedStart], is_running: bool | None = None) -> M
     except ValueError:
         return Markup()
     first, total = min(begins), max(max(ends) - min(begins), 1.0)
-    bars = [element("rect", class_="base", x=0, y=20, width=_WIDTH, height=6)]
+    bars = [svg.rect(0, 20, _WIDTH, 6, class_="base")]
     for start, begin, end, ending in zip(starts, begins, ends, endings(starts, is_running), strict=True):
         left = (begin - first) / total * _WIDTH
         width = max(3.0, (end - begin) / total * _WIDTH)
-        title = element("title", f"{start.at}: steps {start.from_step} to {start.reached}; {ending}")
-        shape = {"x": f"{left:.1f}", "y": 12, "width": f"{width:.1f}", "height": 22}
-        bars.append(element("rect", title, class_="ran" if start.is_complete else "lost", **shape))
+        about = f"{start.at}: steps {start.from_step} to {start.reached}; {ending}"
+        bars.append(svg.rect(left, 12, width, 22, about, class_="ran" if start.is_complete else "lost"))
     label = f"{len(starts)} start{'s' * (len(starts) != 1)} within {duration(total)}"
-    size = {"viewBox": f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", "preserveAspectRatio": "none"}
-    picture = element("svg", bars, class_="line", role="img", aria_label=label, **size)
+    picture = svg.drawing(_WIDTH, _HEIGHT, bars, class_="line", aria_label=label, preserveAspectRatio="none")
     return element("div", picture, element("p", f"{label}.", class_="soft"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UsageError
+from lockstep_lab.report import svg
 from lockstep_lab.report.markup import Markup, element, shortened
 
 MARK = "lockstep search chart"
@@ -76,16 +77,14 @@ class SweepChart:
     def svg(self) -> Markup:
         """The chart as an element of a page."""
         drawn = [_svg_of(shape) for shape in self._shapes()]
-        return element(
-            "svg",
+        return svg.drawing(
+            self.width,
+            self.height,
             drawn,
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {self.width} {self.height}",
             width=self.width,
             font_family="ui-monospace, monospace",
             font_size=11,
             fill="currentColor",
-            role="img",
             aria_label=f"{self.title}: {self.y.label} over {self.x.label}",
             data_made_by=MARK,
         )
@@ -173,4 +172,4 @@ def _svg_of(shape: tuple[str, list[tuple[float, float]], str, str]) -> Markup:
     ((x, y),) = points
     if kind == "dot":
         return element("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4, fill=colour)
-    return element("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=kind, fill=colour)
+    return svg.text(x, y, text, kind, fill=colour)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
+from lockstep.parts.digest import digest_of_batch
 from lockstep.trainer.trainer import Trainer
 from lockstep_lab.verify.by_index import task_of
 from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
-from lockstep_lab.verify.digest import digest_of_batch
 from lockstep_lab.verify.reference import data
 
 _SAMPLES, _LONGEST_S = 2000, 1.0  # of each data set; reading images may take long

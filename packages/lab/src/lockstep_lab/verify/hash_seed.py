@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.core.parallel.world import join_world
+from lockstep.parts.digest import digest_of_batch
 from lockstep.trainer.trainer import Trainer
 from lockstep_lab.verify.by_index import task_of
-from lockstep_lab.verify.digest import digest_of_batch
 from lockstep_lab.verify.reference import data
 
 _SAMPLES = 16
@@ -23,7 +23,7 @@ _LONGEST_S = 120.0
 _SEED = "20011"
 
 
-def digests(config: Mapping[str, Any]) -> list[int]:
+def digests(config: Mapping[str, Any]) -> list[list[int]]:
     """A digest of each of some training samples, spread over the data set."""
     task = task_of(Trainer(config, quiet=True))
     samples: Any = task.train_data()
@@ -33,7 +33,7 @@ def digests(config: Mapping[str, Any]) -> list[int]:
         for number in range(count):
             index = number * len(samples) // count
             for sample in data.read(task, samples, [index], epoch=0, training=False, seed=0, skip=True):
-                found.append(digest_of_batch(task.collate([sample])))
+                found.append(list(digest_of_batch(task.collate([sample]))))
         return found
 
 
@@ -52,7 +52,7 @@ class OtherInterpreter:
         )
         self.config = json.dumps(config)
 
-    def difference(self, own: list[int]) -> str:
+    def difference(self, own: list[list[int]]) -> str:
         """The difference there, as a sentence; empty if nothing differs, or if the interpreter failed.
 
         Args:

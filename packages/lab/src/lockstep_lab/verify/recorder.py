@@ -22,10 +22,11 @@ from lockstep.core.parameter_names import names_of_parameters
 from lockstep.core.part import Training
 from lockstep.core.task import Task
 from lockstep.parts import replicas
+from lockstep.parts.digest import Digest, digest_of_batch
+from lockstep.parts.operations import Results
 from lockstep.parts.replicas import StateDigests
 from lockstep.trainer.recorder import Recorder
 from lockstep_lab.verify.comparable_task import ComparableTask
-from lockstep_lab.verify.digest import digest_of_batch
 from lockstep_lab.verify.generators import disturb
 from lockstep_lab.verify.reference.data import EVERY_HEAD, numbers
 from lockstep_lab.verify.reference.gradient import GradientComparison, reference_gradient
@@ -66,7 +67,7 @@ class Recording:
     """The entries of the log."""
     samples: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     """(step counted from 0, epoch, indices that count) of each step. Of a tensor group, the first rank has them."""
-    batches: dict[int, list[int]] = field(default_factory=dict)
+    batches: dict[int, list[Digest]] = field(default_factory=dict)
     """Digests of the micro-batches, by step counted from 0."""
     units: dict[int, dict[str, float]] = field(default_factory=dict)
     """By step counted from 0: the units on this rank by head, or under `EVERY_HEAD` the samples."""
@@ -98,7 +99,7 @@ class Recording:
     """Modules that began in a different mode than `model.train()` sets."""
     communication: dict[int, StepCommunication] = field(default_factory=dict)
     """By step counted from 0."""
-    operations: list[tuple[str, int]] = field(default_factory=list)
+    operations: list[tuple[str, str, tuple[Digest, ...]]] = field(default_factory=list)
     """(name, digest of the result) of each operation of one step."""
     parameters: list[str] = field(default_factory=list)
     """Names of all parameters, except those that are frozen and not saved."""
@@ -156,7 +157,7 @@ class TrainingRecorder(Recorder):
         self._gradient_steps = set(options.gradient_steps)
         self._gradient: GradientComparison | None = None
         self._never_used: dict[str, Tensor] = {}
-        self._operations: StepOperations | None = None
+        self._is_recording_operations = False
         self._reference_optimizer: ReferenceOptimizer | None = None
         self._start: dict[str, Tensor] = {}  # the parameters before the first step
         self._recording_operations = contextlib.ExitStack()
@@ -292,7 +293,7 @@ class TrainingRecorder(Recorder):
 
     def _before_update(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
         """Record what the optimizer is about to use."""
-        if self._operations is not None:  # or operations made here would be recorded as the step's
+        if self._is_recording_operations:  # or operations made here would be recorded as the step's
             return
         state, model, recording = run.state, run.model, self.recording
         step = state.step - 1
@@ -344,21 +345,18 @@ class TrainingRecorder(Recorder):
         if step not in options.communication_steps and step != options.operations_step:
             yield
             return
-        operations = StepOperations(
-            run.state.optimizer,
-            digests=step == options.operations_step,
-            device=devices.of(run.state.world.device),
-        )
-        self._operations = operations
+        results = Results() if step == options.operations_step else None
+        operations = results or StepOperations(run.state.optimizer, device=devices.of(run.state.world.device))
+        self._is_recording_operations = True
         try:
             with operations:
                 yield
         finally:
-            self._operations = None
-        if operations.digests:
-            self.recording.operations = operations.results
-        else:
+            self._is_recording_operations = False
+        if isinstance(operations, StepOperations):
             self.recording.communication[step] = operations.communication
+        else:
+            self.recording.operations = operations.found
 
 
 def _copy_of_model(run: Run, task: Task) -> nn.Module | None:

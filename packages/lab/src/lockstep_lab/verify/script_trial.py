@@ -20,6 +20,7 @@ from lockstep.core.data.randomness import restored_generators
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
 from lockstep.core.part import Part, Training
+from lockstep.parts.digest import Digest, digest_of_batch
 from lockstep.trainer import user_exit, user_trial
 from lockstep.trainer.user_loop import Loop
 from lockstep.trainer.user_loop_task import LoopTask
@@ -29,7 +30,6 @@ from lockstep_lab.verify.comparable_task import (
     disable_dropout,
     freeze_statistics,
 )
-from lockstep_lab.verify.digest import digest_of_batch
 from lockstep_lab.verify.reference.data import numbers, read
 from lockstep_lab.verify.step_operations import RandomOperations
 
@@ -77,7 +77,7 @@ class ScriptRecording:
     sketches: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """A sketch of each parameter, by step; see `sketch`. The first step of the process has the initial one. Empty on
     ranks other than 0 if parameters are sharded."""
-    samples: list[int] = field(default_factory=list)
+    samples: list[Digest] = field(default_factory=list)
     """Digests of some training samples, spread over the data."""
     draws: list[str] = field(default_factory=list)
     """Where the body of the loop drew random numbers."""

@@ -1,12 +1,11 @@
-"""The operations of one training step: their results, their collectives, and where the host waits for the device.
+"""The operations of one training step: their collectives, and where the host waits for the device.
 
-No other module uses `torch.utils._python_dispatch`, or the names of torch's collective operators.
+No other module of the package uses the names of torch's collective operators.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
 from lockstep.core import devices
 from lockstep.core.parallel.pretended import pretended_world
-from lockstep.core.parallel.sharded_tensor import is_sharded
-from lockstep.parts.digest import digest
+from lockstep.parts.operations import Observer, caller, name_of, place_of
 
-_TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)
 _PACKAGE = str(Path(lockstep.__file__).parent)
 _DISTRIBUTED = f"{_PACKAGE}/core/parallel"  # its reductions count units and compute norms
@@ -64,24 +60,20 @@ class StepCommunication:
     """Where the host read a value from the device: (file and line, whether the file belongs to the package)."""
 
 
-class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepOperations(Observer):
     """Inside, every operation of this thread and of its backward passes is recorded.
 
     Args:
         optimizer: operations inside its `step` are not counted, because torch's optimizers read their counters.
         device: reports waits that no operation shows, such as copies of unpinned memory, if it can.
-        digests: record each operation's name and a digest of its result, instead of its communication.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, digests: bool = False, device: devices.Device | None = None
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, optimizer: torch.optim.Optimizer, device: devices.Device | None = None) -> None:
+        super().__init__()
         self._watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if device is not None and not digests:
+        if device is not None:
             self._watched = device.watched_waits(self._note_wait)
-        self.digests, self.communication = digests, StepCommunication()
-        self.results: list[tuple[str, int]] = []
+        self.communication = StepCommunication()
         self._in_optimizer = False
         self._handles = [
             optimizer.register_step_pre_hook(self._enter_optimizer),
@@ -109,36 +101,19 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name().partition(".")[0]
-        if self.digests:
-            self._record_result(name, result)
-        elif not self._in_optimizer:
-            self._record_communication(name, args)
-        return result
-
-    def _record_result(self, name: str, result: Any) -> None:
-        if name.startswith(("c10d", "aten::empty", "aten::new_empty")):  # their results have no values yet
-            return
-        results = result if isinstance(result, (list, tuple)) else [result]
-        tensors = [item for item in results if isinstance(item, Tensor)]
-        tensors = [tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor)]
-        if tensors:
-            digests = tuple(digest(tensor) for tensor in tensors if tensor.layout == torch.strided)
-            self.results.append((name, hash(digests)))
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if not self._in_optimizer:
+            self._record_communication(name_of(func), args)
 
     def _record_communication(self, name: str, args: Sequence[Any]) -> None:
         communication = self.communication
         if name in _REDUCTIONS:
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            caller = _caller()
-            is_backward = caller.f_code.co_name == "backward"  # of a strategy: it exchanges gradients
-            own = str(Path(caller.f_code.co_filename).parent) == _DISTRIBUTED and not is_backward
-            if own and _is_of_no_step(caller):
+            frame = caller((_VERIFY,))
+            is_backward = frame.f_code.co_name == "backward"  # of a strategy: it exchanges gradients
+            own = str(Path(frame.f_code.co_filename).parent) == _DISTRIBUTED and not is_backward
+            if own and _is_of_no_step(frame):
                 return
             reductions = communication.own_reductions if own else communication.reductions
             if not own and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
@@ -152,7 +127,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             communication.host_waits.append(place_of_caller())
 
 
-class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomOperations(Observer):
     """Inside, the names of operations that draw from a torch generator are recorded.
 
     Args:
@@ -160,47 +135,43 @@ class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
         self.places: list[str] = []
         """File and line of each operation that changed the state of the CPU's global generator. On other devices, of
         each operation that may draw."""
         self._wanted = wanted
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags or not self._wanted():
-            return func(*args, **(kwargs or {}))
-        self.names.append(func.name().partition(".")[0].removeprefix("aten::"))
+            return func(*args, **kwargs)
+        self.names.append(name_of(func).removeprefix("aten::"))
         before = torch.default_generator.get_state()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         on_cpu = not isinstance(result, Tensor) or result.device.type == "cpu"
         if not on_cpu or not bool((before == torch.default_generator.get_state()).all()):
             self.places.append(f"{self.names[-1]} at {place_of_caller()[0]}")
         return result
 
 
-class CoarseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CoarseOperations(Observer):
     """Inside, operations are found whose result has a coarser number format than one of their inputs.
 
     A model in float64 may compute its norms, positions or softmax in float32. A constant in float32 rounds nothing.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.epsilon = 0.0
         """Relative rounding of the coarsest of these results; 0 if there is none."""
         self.words = ""
         """Its number format, and the file and line of the operation."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         given = [_rounding_of(tensor) for tensor in _tensors_in((args, kwargs))]
         finest = min(given, default=0.0)  # before the operation, which may write into an input
-        result = func(*args, **(kwargs or {}))
-        name = func.name().partition(".")[0]
+        result = func(*args, **kwargs)
+        name = name_of(func)
         rounds = finest and not name.endswith("_like") and not name.startswith("aten::new_")  # these read no value
         for tensor in _tensors_in(result) if rounds else ():
             epsilon = _rounding_of(tensor)
@@ -222,20 +193,17 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in inner for tensor in _tensors_in(item)]
 
 
-class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveOperations(Observer):
     """Inside, the names of collectives are recorded."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        space, _, name = func.name().partition(".")[0].partition("::")
+    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        space, _, name = name_of(func).partition("::")
         if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.names.append(name.strip("_"))
-        return func(*args, **(kwargs or {}))
 
 
 class ComparingOperations(TorchFunctionMode):
@@ -306,17 +274,7 @@ def _is_of_no_step(frame: FrameType | None) -> bool:
     return False
 
 
-def _caller() -> FrameType:
-    """The innermost frame outside torch and this folder."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _VERIFY)):
-        frame = frame.f_back
-    return frame
-
-
 def place_of_caller() -> tuple[str, bool]:
     """File and line of the caller, and whether the file belongs to the engine."""
-    frame = _caller()
-    name = frame.f_code.co_filename
-    own = name.startswith(f"{_PACKAGE}/")
-    return f"{Path(name).name}:{frame.f_lineno}", own
+    frame = caller((_VERIFY,))
+    return place_of(frame), frame.f_code.co_filename.startswith(f"{_PACKAGE}/")

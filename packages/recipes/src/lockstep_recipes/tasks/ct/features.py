@@ -218,10 +218,6 @@ class KeptFeatures:
     def _file(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.rows"
 
-    def forget(self) -> None:
-        """Stop look-ups until the next `update`, which checks the weights again."""
-        self._shared[0] = 0
-
 
 def weights_digest(module: nn.Module) -> str:
     """SHA-256 of all parameters and buffers with their names. If parameters are sharded, this is a collective."""

@@ -25,7 +25,7 @@ class EmbeddingBagConfig(PreTrainedConfig):
     hidden_size: int = 100
     """Size of an embedding."""
     ngram_buckets: int = 0
-    """Number of embeddings that the n-grams of the tokens share. 0: no n-grams, as in older models."""
+    """Number of embeddings that the n-grams of the tokens share. 0: no n-grams."""
     ngrams_per_token: int = 40
     """Maximum number of n-grams of a token. Enough for all n-grams of a token of 14 characters."""
     initializer_range: float = 0.01

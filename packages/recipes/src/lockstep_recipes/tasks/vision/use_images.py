@@ -220,8 +220,7 @@ def _mask(numbers: Any, about: dict[str, Any]) -> Any:
     """The values of the training data's mask files: ids (height, width), or colours (height, width, 3)."""
     if about["mask_kind"] == "color":
         return np.array(about["colors"], dtype=np.uint8)[numbers]
-    ids = about["ids"] or list(range(len(about["classes"])))
-    return np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.int32)[numbers]
+    return np.array(about["ids"], dtype=np.uint8 if max(about["ids"]) < 256 else np.int32)[numbers]
 
 
 def _seen_size(size: Size, about: dict[str, Any]) -> Size:

@@ -121,8 +121,7 @@ class SegmentationPresenter(ImagePresenter):
         classes that occur."""
         about = self.task.about
         numbers = output["classes"].cpu().numpy()
-        ids = about.ids or list(range(len(about.classes)))
-        suffix, mask = encode_mask(numbers, about.mask_kind, ids=ids, colors=about.colors)
+        suffix, mask = encode_mask(numbers, about.mask_kind, ids=about.ids, colors=about.colors)
         colors = self._colors
         overlay = drawing.colored_mask(_part(sample)[0], numbers.astype(np.int32), colors, _ALPHA)
         seen = np.unique(numbers).tolist()

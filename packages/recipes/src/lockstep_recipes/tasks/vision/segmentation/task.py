@@ -55,7 +55,7 @@ class SegmentationAbout(ImageTaskMetadata):
     """The kind of the mask files of the training data: ids with a palette, ids as grey values, or colours."""
     ids: list[int] = field(default_factory=list)
     """The id of each class in these files; with `color`, their values are `colors`. Predicted masks use the same
-    values. Empty in runs of earlier versions, which use the class numbers."""
+    values."""
 
 
 @final
