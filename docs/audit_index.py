@@ -81,7 +81,7 @@ However a rank ends, the audit judges the events that it wrote until then.
 
 | what ends the script | |
 |---|---|
-| `sys.exit(N)`, an error | a report, then exit code 3 for a finding, otherwise 1. Under your own launcher, the first rank keeps N |
+| `sys.exit(N)`, an error | a report, then code 3 for a finding, otherwise 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
 | Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
@@ -96,9 +96,9 @@ The [rule of all commands](commands.md#exit-codes):
 | code | |
 |---:|---|
 | 0 | no error; warnings may have been found |
-| 1 | the script failed, and no rule found an error; or no rank made a step of a torch optimizer, so the audit shows nothing |
+| 1 | the script failed, and no rule found an error; or no rank made a step of a torch optimizer |
 | 2 | a wrong option, file or folder |
-| 3 | a rule found an error, or with `--strict` a warning. A hang is an error, and the report shows where each rank was |
+| 3 | a rule found an error, or with `--strict` a warning; a hang is an error (the report shows each rank's place) |
 
 ## Switch a finding off
 
