@@ -81,7 +81,7 @@ However a rank ends, the audit judges the events that it wrote until then.
 
 | what ends the script | |
 |---|---|
-| `sys.exit(N)`, an error | a report, then code 3 for a finding, otherwise 1; under your launcher the first rank keeps N |
+| `sys.exit(N)`, an error | a report, then code 3 for a finding, else 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
 | Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
@@ -157,7 +157,8 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 
 ## Limits
 
-- **Coverage.** The audit finds a fault only if the run shows it. For example, an epoch with an uneven end must end.
+- **Coverage.** The audit finds a fault only if the run shows it. For example, ranks with different numbers of
+batches show only if the run reaches the end of an epoch.
 - **Steps.** The audit examines the first steps closely, and then one step in every `--every`. It does not compare
 parameters in between. With steps of 30 ms, observers cost 1 to 4 % of the time, and 10 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
