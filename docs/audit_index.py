@@ -77,7 +77,7 @@ The audit writes nothing into the folder of the script. There is one exception: 
 
 ## How a run ends
 
-However a rank ends, the audit judges its events until then.
+However a rank ends, the audit judges the events that it wrote until then.
 
 | what ends the script | |
 |---|---|
@@ -96,9 +96,9 @@ The [rule of all commands](commands.md#exit-codes):
 | code | |
 |---:|---|
 | 0 | no error; warnings may have been found |
-| 1 | the script failed, and no rule found an error; or no rank made a step of a torch optimizer: nothing is shown |
+| 1 | the script failed, and no rule found an error; or no rank made a step of a torch optimizer |
 | 2 | a wrong option, file or folder |
-| 3 | an error was found, or with `--strict` a warning; a hang is an error, and the report shows where each rank was |
+| 3 | a rule found an error, or with `--strict` a warning; a hang is an error (the report shows each rank's place) |
 
 ## Switch a finding off
 
@@ -108,8 +108,8 @@ Write the reason into the script, on the line of the finding or above it. A comm
 loader = DataLoader(files_of_this_rank, shuffle=True)  # lockstep: ignore[LS106] each rank has its own files
 ```
 
-Or save today's findings in a file, and see only new ones: `--write-baseline known.json`, then `--baseline
-known.json`. A finding is known by its rule, the name of the file and the text of the line.
+Or save today's findings in a file, and see only new ones: `--write-baseline known.json`, then
+`--baseline known.json`. The rule, the name of the file and the text of the line identify a finding.
 
 ## In CI
 
@@ -157,19 +157,20 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 
 ## Limits
 
-- **Coverage.** A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
+- **Coverage.** The audit finds a fault only if the run shows it. For example, ranks with different numbers of
+batches show only if the run reaches the end of an epoch.
 - **Steps.** The audit examines the first steps closely, and then one step in every `--every`. It does not compare
-parameters in between. In steps of 30 ms, observers cost 1 to 4 %, and 10 % with `--every 1`
+parameters in between. With steps of 30 ms, observers cost 1 to 4 % of the time, and 10 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
-- **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Or collect the files
+- **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Otherwise collect the files
 `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read FOLDER`.
 - **Notebooks** cannot be observed, and end with an error. Save the notebook as a script:
 `jupyter nbconvert --to script NOTEBOOK.ipynb`.
-- **Missed faults.** Not every fault has a rule. Of 40 faults in scripts by people who had not seen the audit, 36 were
-named at the right line, and 4 were not seen; of the 40 of the previous set, 35
+- **Missed faults.** Not every fault has a rule. Of 40 faults in scripts by people who had not seen the audit, it named
+36 at the right line, and missed 4. Of the 40 faults of the previous set, it named 35
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
-- **False errors.** On 40 odd but right scripts and 40 repaired scripts there was no false error. On the 80 of the
-previous set there were 2, and 108 public examples showed 2 more; all are repaired.
+- **False errors.** On 40 unusual but correct scripts and 40 repaired scripts, there was no false error. On the 80
+scripts of the previous set there were 2, and on 108 public examples 2 more. All four have been fixed.
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - **Known false alarms**; `# lockstep: ignore[LS101] reason` switches one off:
     - LS101 if ranks answer the same prompts with different draws (rollouts of one group);
@@ -177,15 +178,15 @@ previous set there were 2, and 108 public examples showed 2 more; all are repair
     - LS703 if two networks train on each batch and the run resumes within an accumulation;
     - warning LS601 if repeated samples are taken out by a mask or by their ids;
     - warning LS403 if labels of -100 do not count in the mean (DPO);
-    - warning LS211 if a divisor is by chance the number of all samples;
+    - warning LS211 if a divisor happens to be the number of all samples;
     - warning LS307 if a training is cut short on purpose.
 - **A script's own objects** are not compared between ranks. So the audit does not see statistics that each rank
 gathers for itself, such as the running mean of observations that normalizes them. Ranks may rightly hold different
 numbers in such objects, such as states of their environments, and the audit cannot distinguish the two.
-- **Lines.** The line of a finding is that of the cause, if it is known: the line that made a sampler, a module or a
-copy, that called `eval()` or `no_sync()`, or that called a function with what it exchanges. Some lines come from the
-text of the script: the `if` or `break` that decides, or the set whose order is taken. Without the text, the line is
-the one at which the fault was noticed.
+- **Lines.** If the cause of a finding is known, the finding has its line: the line that made a sampler, a module or a
+copy, that called `eval()` or `no_sync()`, or that called a function which exchanges something. The audit finds some
+lines in the text of the script: the `if` or `break` that decides, or the set whose order is used. Without the text,
+the finding has the line at which the fault was noticed.
 - **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts one process if it finds no
 GPU; add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
 - **Not tried**: FSDP of version 1, `torch.compile`, several nodes. All of this was tried on CPUs with gloo. Nothing was

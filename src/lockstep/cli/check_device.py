@@ -25,7 +25,7 @@ def check_device(
         float, typer.Option(min=0.0, help="Time for operations; each runs at least twice. Minutes find rare faults.")
     ] = 20.0,
     memory: Annotated[
-        float, typer.Option(min=0.0, max=0.95, help="Share of a GPU's free memory that gets patterns.")
+        float, typer.Option(min=0.0, max=0.95, help="Share of a GPU's free memory to test with patterns.")
     ] = 0.5,
     device: Annotated[str, typer.Option(help="Device to check: auto, cpu, cuda or mps.")] = "auto",
     json_file: Annotated[

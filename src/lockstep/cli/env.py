@@ -45,10 +45,10 @@ _CPUS_OF_GROUP = "/sys/fs/cgroup/cpu.max"
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of text.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show versions, devices, network, limits, disks, packages. The output belongs into a bug report."""
+    """Show versions, devices, network, limits, disks, packages. Add the output to a bug report."""
     with reporting(debug):
         found = collect()
         print(json.dumps(found, indent=1) if as_json else text(found), flush=True)

@@ -31,7 +31,7 @@ def export(
     hub_name: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload OUT to the Hugging Face hub.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="A new repository of the hub is private.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository on the hub private.")] = False,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:

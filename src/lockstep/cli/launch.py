@@ -37,10 +37,10 @@ MaxRestarts = Annotated[
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="NAME=VALUE", help="Set a variable of the ranks. NAME takes its value from here."),
+    typer.Option("--env", metavar="NAME=VALUE", help="Set a variable of the ranks. Without =VALUE: its value here."),
 ]
 JobName = Annotated[str | None, typer.Option("--job-name", help="Name of the job. Default: the config's name.")]
-Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file that is written.")]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="File to write.")]
 
 
 class Kind(enum.StrEnum):
@@ -72,9 +72,9 @@ def for_slurm(
     gpus: Gpus,
     time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit. Longer runs resume by themselves.")],
     nproc: Nproc = None,
-    account: Annotated[str | None, typer.Option(help="Account that is charged, as sbatch names it.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition, as sbatch names it.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Quality of service, as sbatch names it.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge, as for sbatch.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition, as for sbatch.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service, as for sbatch.")] = None,
     cpus_per_task: Annotated[
         int | None, typer.Option(min=1, help="CPUs of each node. Default: one for each rank and loader worker.")
     ] = None,
@@ -107,7 +107,7 @@ def for_slurm(
     max_restarts: MaxRestarts = None,
     output: Output = None,
     force: Force = False,
-    submit: Annotated[bool, typer.Option("--submit", help="Give the script to sbatch, too.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch, too.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a job script for SLURM and show it. --submit also submits it."""
@@ -190,7 +190,7 @@ def for_kubernetes(
     max_restarts: MaxRestarts = None,
     output: Output = None,
     force: Force = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Give the manifest to kubectl, too.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Apply the manifest with kubectl, too.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a manifest for Kubernetes and show it. --apply also applies it."""

@@ -46,15 +46,15 @@ def predict(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write a file instead: .csv, .json, .jsonl, .npz or .safetensors; or into a folder, also the files of "
-            "each prediction, such as masks."
+            help="Write the predictions to a file (.csv, .json, .jsonl, .npz, .safetensors), or a folder with the "
+            "files of each prediction, such as masks."
         ),
     ] = None,
     force: Force = False,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Value of task.top_k for this prediction.")] = None,
     on_error: Annotated[
         OnError | None,
-        typer.Option(help="The reaction to an input that cannot be read. Default: as the run's data.on_error."),
+        typer.Option(help="Reaction to an input that cannot be read. Default: the run's data.on_error."),
     ] = None,
     checkpoint: Checkpoint = None,
     nproc: Nproc = None,

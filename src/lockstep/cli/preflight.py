@@ -31,7 +31,7 @@ def preflight(
         bool, typer.Option("--env", help="Show the environment variables of the ranks too, by rank if they differ.")
     ] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Compute known answers on all devices, too: lockstep doctor check-device.")
+        bool, typer.Option("--deep", help="Check all devices, too, as lockstep doctor check-device does.")
     ] = False,
     debug: Debug = False,
 ) -> None:

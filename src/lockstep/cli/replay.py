@@ -18,7 +18,7 @@ REPLAY_KEYS = ("data.workers", "data.prefetch", "batch.micro", "device", "parall
 
 def replay(
     run_dir: RunDir,
-    step: Annotated[int, typer.Option(min=1, help="The step to make again, as the log counts steps: the first is 1.")],
+    step: Annotated[int, typer.Option(min=1, help="The step to repeat, counted as in the log: the first is 1.")],
     overrides: Overrides = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Compute the micro-batches of this rank by themselves, too.")
@@ -42,7 +42,7 @@ def replay(
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Make a step of a run again and compare it with the log. It begins at the checkpoint before the step."""
+    """Repeat a step of a run and compare it with the log. It starts from the nearest checkpoint before the step."""
     with reporting(debug):
         from lockstep.configs import config_file
         from lockstep.core.errors import UsageError

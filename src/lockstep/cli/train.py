@@ -30,10 +30,10 @@ _RunDir = Annotated[
     Path | None,
     typer.Option(help="Directory of the run. Default: runs/NAME. auto: a new one each time, runs/NAME-DATE-NUMBER."),
 ]
-_Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Start again: delete an earlier run in the run directory.")]
 _AllowChange = Annotated[
     list[str] | None,
-    typer.Option("--allow-change", metavar="KEY", help="Continue the run although this key differs from the run's."),
+    typer.Option("--allow-change", metavar="KEY", help="Resume the run although this key has a different value."),
 ]
 _MaxRestarts = Annotated[
     int | None,
@@ -44,7 +44,11 @@ _MaxRestarts = Annotated[
 ]
 _Profile = Annotated[
     str | None,
-    typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
+    typer.Option(
+        "--profile",
+        metavar="STEPS",
+        help="Profile these steps, such as 5-10. A single N: N steps after the first five.",
+    ),
 ]
 _DebugRank = Annotated[
     int | None,

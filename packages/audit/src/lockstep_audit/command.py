@@ -139,20 +139,26 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--nproc", type=whole, default=2, metavar="N", help="ranks on this machine (default: 2)")
     add("--every", type=whole, default=50, metavar="K", help="look closely at every K-th step (default: 50)")
     patience = _at_least_one(float)
-    add("--patience", type=patience, default=60.0, metavar="S", help="seconds without progress: a hang (default: 60)")
+    add(
+        "--patience",
+        type=patience,
+        default=60.0,
+        metavar="S",
+        help="seconds without progress that count as a hang (default: 60)",
+    )
     probe = argparse.BooleanOptionalAction
     add("--probe", action=probe, default=True, help="read a few samples at the end (default: --probe)")
-    add("--format", choices=FORMATS, default="text", help="of the report (default: text)")
+    add("--format", choices=FORMATS, default="text", help="format of the report (default: text)")
     add("--output", type=Path, metavar="PATH", help="a file for the report")
     add("--folder", type=Path, metavar="PATH", help="keep the events in this new folder")
     add("--previous", type=Path, metavar="PATH", help="events of the run that this run resumes")
     add("--read", type=Path, metavar="PATH", help="judge the events of a folder; run no script")
     add("--baseline", type=Path, metavar="PATH", help="a file of known findings to leave out")
-    add("--write-baseline", type=Path, metavar="PATH", help="write such a file")
+    add("--write-baseline", type=Path, metavar="PATH", help="write the findings of this run into such a file")
     add("--force", action="store_true", help="replace the files of --output and --write-baseline")
     add("--strict", action="store_true", help="exit code 3 for warnings, too")
     add("--explain", metavar="RULE", help="print the page of a rule, such as LS101; run no script")
-    add("-v", "--verbose", action="store_true", help="why rules were not exercised")
+    add("-v", "--verbose", action="store_true", help="print why rules were not exercised")
     add("--debug", action="store_true", help="show tracebacks of all errors")
     add("--version", action="version", version=f"lockstep-audit {__version__}")
     return parser

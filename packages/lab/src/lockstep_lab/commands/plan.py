@@ -60,7 +60,7 @@ _Samples = Annotated[
     int | None,
     typer.Option(
         "--samples",
-        help="Size of the training set, if the data is not on this machine. The plan then names epochs.",
+        help="Size of the training set, if the data is not on this machine. The plan then shows the time of an epoch.",
         min=1,
     ),
 ]
@@ -84,14 +84,14 @@ _Chart = Annotated[
 ]
 _Watts = Annotated[
     float | None,
-    typer.Option("--watts", help="Power of a GPU with its share of the machine: the plan then names the energy."),
+    typer.Option("--watts", help="Power of a GPU with its share of the machine: the plan then shows the energy."),
 ]
 _Price = Annotated[
-    float | None, typer.Option("--price-per-gpu-hour", help="Price in any currency: the plan then names the cost.")
+    float | None, typer.Option("--price-per-gpu-hour", help="Price in any currency: the plan then shows the cost.")
 ]
 _Measure = Annotated[
     bool,
-    typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
+    typer.Option("--measure", help="Train a few real steps here, and report how far the estimate is off."),
 ]
 _Nproc = Annotated[
     str | None, typer.Option("--nproc", help="Ranks on this machine, or auto, with --measure. Default: 1.")
@@ -101,7 +101,7 @@ _Advise = Annotated[
     typer.Option(
         "--advise",
         metavar="RUN_DIR",
-        help="Say from the log of a run what limits it, and which keys to change.",
+        help="Report from the log of a run what limits it, and which keys to change.",
     ),
 ]
 

@@ -43,7 +43,7 @@ def compare(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs: what differs in configs and results. The first run is what others are compared with."""
+    """Compare runs: what differs in configs and results. Each run is compared with the first."""
     with reporting(debug), _writing(_file(out) or Path()):
         from lockstep_lab.report import comparison, page
 

@@ -17,9 +17,11 @@ from lockstep.core.errors import UsageError
 
 _Grid = Annotated[Path, typer.Argument(metavar="GRID.yaml", help="Keys with their values, the metric, the sampler.")]
 _Trials = Annotated[
-    int | None, typer.Option("--trials", min=1, help="Trainings in all. Default: the whole grid, else 20.")
+    int | None, typer.Option("--trials", min=1, help="Total number of trainings. Default: the whole grid, else 20.")
 ]
-_Parallel = Annotated[int, typer.Option("--parallel", min=1, help="Trainings at once on this machine.")]
+_Parallel = Annotated[
+    int, typer.Option("--parallel", min=1, help="Trainings that run at the same time on this machine.")
+]
 _RunDir = Annotated[Path | None, typer.Option(help="Directory of the sweep. Default: runs/NAME-sweep.")]
 _TRIALS = 20
 

@@ -34,7 +34,7 @@ def verify(
     ] = None,
     preset: Preset = None,
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Checks to make. Default: all.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Make shorter trainings.")] = False,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of each comparison. Default: 12, with --quick 8; of a script: 20, with --quick 8."),
