@@ -317,12 +317,12 @@ def facts_of_case(model: str, case: Case):
 
 def estimated(model: str, ranks: int, case: Case) -> dict[str, float]:
     from lockstep_lab.plan.estimate import estimate, pass_of
-    from lockstep_lab.plan.inputs import Setting, World
+    from lockstep_lab.plan.inputs import Machines, Setting
 
     facts = facts_of_case(model, case)
     kind = "single" if ranks == 1 else "hybrid" if case.shard_ranks else case.strategy
     setting = Setting(
-        World(ranks, case.shard_ranks or ranks),
+        Machines(ranks, case.shard_ranks or ranks),
         kind,
         case.precision,
         SAMPLES[model],

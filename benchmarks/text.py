@@ -42,13 +42,13 @@ LR = 1e-4
 
 
 def make_task(options):
-    from lockstep_recipes.tasks.text.options import ScratchOptions, TextOptions
+    from lockstep_recipes.tasks.text.options import TextOptions, TextScratchOptions
     from lockstep_recipes.tasks.text.task import Text
 
     text_options = TextOptions(
         eval_fraction=0.0,
         model=options.model,
-        scratch=ScratchOptions(architecture="bert", sizes=SIZES, vocab_size=8000),
+        scratch=TextScratchOptions(architecture="bert", sizes=SIZES, vocab_size=8000),
         max_length=128,
     )
     return Text(text_options, options.data)

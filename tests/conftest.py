@@ -44,6 +44,12 @@ def pytest_runtest_logfinish():
         _frozen_modules[0] = len(sys.modules)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item):
+    if (kept := item.get_closest_marker("cases")) and not item.callspec.id.startswith(kept.args):
+        item.add_marker("exhaustive")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
     # Tests that wait for commands come last: the commands run meanwhile.

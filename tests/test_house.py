@@ -1,6 +1,7 @@
 """Which part of the package may import which, read from the import statements of the source."""
 
 import ast
+import collections
 import functools
 import re
 import subprocess
@@ -269,6 +270,17 @@ def test_packages_keep_their_ceilings():
         name: sum(code_lines(path.read_text()) for path in folder.rglob("*.py")) for name, folder in SOURCES.items()
     }
     assert all(counted[name] <= CEILINGS[name] for name in CEILINGS), counted
+
+
+def test_a_name_of_a_class_means_one_thing():
+    found = [
+        node.name
+        for folder in SOURCES.values()
+        for path in folder.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name, count in collections.Counter(found).items() if count > 1} == set()
 
 
 def test_every_folder_is_there():

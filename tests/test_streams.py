@@ -50,6 +50,7 @@ def test_an_epoch_is_a_pass_where_its_length_is_known(world, tmp_path):
         assert runs.difference(weights, expected) < 1e-10
 
 
+@pytest.mark.cases("Stateful")
 @pytest.mark.parametrize("kind", mainly([Stateful, Numbers], [Stateful, Numbers, Forgetful]))
 def test_a_run_goes_on_within_a_pass_on_another_number_of_ranks(kind, plain, tmp_path):
     run_ranks(2, trained, {"kind": kind}, settings(6), tmp_path)
@@ -75,6 +76,7 @@ class Later(Numbers):
             yield inputs + (self.epoch > 0), target
 
 
+@pytest.mark.exhaustive  # as test_a_shuffled_stream_of_datasets_goes_on_with_the_same_samples
 def test_what_a_stream_draws_depends_on_the_position_alone(tmp_path):
     one, two = (run_ranks(world, trained, {"kind": Drawing}, settings(5), tmp_path / str(world)) for world in (1, 2))
     assert runs.difference(one[0][0], two[0][0]) < 1e-10
@@ -173,6 +175,7 @@ def from_buffers(kind, config, folder):
     return runs.fit(FromBuffers(kind=kind), config, folder)[0]
 
 
+@pytest.mark.cases("OneDict")
 @pytest.mark.parametrize("kind", [OneDict, OneTensor])
 def test_a_stream_may_fill_its_buffers_again(plain, kind, tmp_path):
     config = settings(STEPS, watch={"every": 2}, batch={"global": 9, "micro": 2})

@@ -129,6 +129,7 @@ def test_resumed_run_is_bitwise_the_undisturbed_one(tmp_path, kind, stopped_at):
     assert [entry["step"] for entry in entries(tmp_path / "halved")] == [5, 10, 15, 20]
 
 
+@pytest.mark.exhaustive  # as test_per_rank_batch_fixes_the_global_batch_at_the_first_launch
 def test_resume_on_another_world_size_trains_the_same(tmp_path):
     expected, _ = runs.by_hand(own_tasks.Masked())
     run_ranks(2, runs.fit_kind, "Masked", {}, runs.config(train={"steps": 8}), tmp_path)
@@ -136,6 +137,7 @@ def test_resume_on_another_world_size_trains_the_same(tmp_path):
     assert runs.difference(weights, expected) < 1e-10
 
 
+@pytest.mark.exhaustive  # as test_training_in_memory_is_that_of_the_trainer_bit_for_bit
 def test_samples_of_every_step_are_the_same_on_any_number_of_ranks(tmp_path):
     settings = runs.config(train={"epochs": 2, "steps": None}, batch={"global": 7})
     ledgers = []
@@ -151,6 +153,7 @@ def test_samples_of_every_step_are_the_same_on_any_number_of_ranks(tmp_path):
     assert ledgers[0] == ledgers[1] == ledgers[2]
 
 
+@pytest.mark.cases("3-4")
 @pytest.mark.parametrize(("least", "steps"), [(7, 7), (3, 4), (None, 4)])
 def test_few_samples_are_trained_with_for_as_many_steps_as_the_config_says_at_least(tmp_path, least, steps):
     train = {"epochs": 2, "min_steps": least, "steps": None}
@@ -231,6 +234,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
         runs.fit(Wider(), runs.config(train={"steps": 30}), tmp_path, allow_change=["task"])
 
 
+@pytest.mark.exhaustive  # as test_training_in_memory_is_that_of_the_trainer_bit_for_bit
 def test_evaluation_of_a_run_on_two_ranks_is_that_of_training(tmp_path):
     settings = runs.config(train={"steps": 6, "eval_every_steps": 6})
     task = own_tasks.Masked(eval_length=19)
@@ -239,6 +243,7 @@ def test_evaluation_of_a_run_on_two_ranks_is_that_of_training(tmp_path):
         assert answer["loss"] == results["eval/loss"]
 
 
+@pytest.mark.exhaustive  # as test_training_in_memory_is_that_of_the_trainer_bit_for_bit
 def test_run_of_one_rank_is_evaluated_on_two(tmp_path):
     settings = runs.config(train={"steps": 4, "eval_every_steps": 4}, parallel={"strategy": "single"})
     _, results = runs.fit(own_tasks.Masked(eval_length=19), settings, tmp_path)
@@ -347,6 +352,7 @@ def test_training_in_memory_is_that_of_the_trainer_bit_for_bit(tmp_path, world, 
         assert {name: results[name] for name in compared} == {name: logged[name] for name in compared}
 
 
+@pytest.mark.cases("0.9")
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_model_that_fit_leaves_is_the_evaluated_model(tmp_path, decay):
     settings = runs.config(train={"steps": 10, "ema_decay": decay})
@@ -367,6 +373,7 @@ def test_model_that_fit_leaves_is_the_evaluated_model(tmp_path, decay):
     assert not trainer.model.training
 
 
+@pytest.mark.cases("1-True")
 @pytest.mark.parametrize(("samples", "told"), [(1, True), (2, False)])
 def test_ranks_without_samples_are_told(tmp_path, samples, told):
     settings = [f"batch.global={samples}", "train.steps=1", "train.epochs=null", "--run-dir", tmp_path]

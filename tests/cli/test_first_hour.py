@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli import first_hour
 from lockstep.cli.application import app
-from lockstep.cli.first_hour import Step
+from lockstep.cli.first_hour import FirstHourStep
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,10 +52,10 @@ def steps_of(monkeypatch, *steps):
 def test_the_page_has_what_each_command_printed_and_whether_it_is_what_it_must(call, tmp_path, monkeypatch):
     steps_of(
         monkeypatch,
-        Step("the presets", "doctor presets", "h100x8"),
-        Step("a GPU", "doctor presets", "h100x8", needs_gpu=True),
-        Step("a wrong word", "doctor presets", "h300x8"),
-        Step("an error", "checkpoints hour/none", "", {"SOME": "3"}),
+        FirstHourStep("the presets", "doctor presets", "h100x8"),
+        FirstHourStep("a GPU", "doctor presets", "h100x8", needs_gpu=True),
+        FirstHourStep("a wrong word", "doctor presets", "h300x8"),
+        FirstHourStep("an error", "checkpoints hour/none", "", {"SOME": "3"}),
     )
     done = call("--nproc", "3", "--run-dir", "hour")
     assert done.exit_code == 3
@@ -74,7 +74,7 @@ def test_the_page_has_what_each_command_printed_and_whether_it_is_what_it_must(c
 
 
 def test_where_all_went_well_the_exit_code_is_0(call, monkeypatch):
-    steps_of(monkeypatch, Step("nothing", "doctor presets", "", needs_gpu=True))
+    steps_of(monkeypatch, FirstHourStep("nothing", "doctor presets", "", needs_gpu=True))
     done = call()
     assert done.exit_code == 0
     assert "written: first_hour/first_hour.md" in done.stdout

@@ -210,13 +210,13 @@ def test_compiled_blocks_train_the_same_or_are_refused(what):
 
 
 def test_a_pass_keeps_no_copy_of_what_it_leaves_as_it_was():
-    from lockstep.core.block_state import Changes
+    from lockstep.core.block_state import StateChanges
 
     block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     block.register_buffer("mask", torch.ones(100))
     state = BlockState(block)
     for _ in range(3):
-        changes = Changes()
+        changes = StateChanges()
         with state.noted(changes):
             block(torch.ones(2, 4))
-        assert changes == Changes()
+        assert changes == StateChanges()

@@ -331,6 +331,7 @@ def test_outputs_are_given_one_by_one_and_none_is_kept():
     assert most <= 2 * MICRO
 
 
+@pytest.mark.cases("1", "2")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_outputs_come_in_the_order_of_the_samples_also_where_some_cannot_be_read(world):
     expected, *others = run_ranks(world, rank_cases.predict_each_of_files, 19, [0, 7, 8, 18], MICRO)

@@ -25,6 +25,7 @@ def trained(world, kind, options, settings):
     return run_ranks(world, runs.fit_kind, kind, options, settings)
 
 
+@pytest.mark.cases("2-3-TwoHeads", "1-4-Plain")
 @pytest.mark.parametrize(
     ("world", "accumulate", "kind"), mainly([*KINDS[1:4], (2, 3, "TwoHeads"), (1, 4, "Plain")], KINDS)
 )
@@ -36,6 +37,7 @@ def test_weights_after_20_steps_are_those_of_plain_torch(world, accumulate, kind
 
 
 # Last batches of 1 sample (a filler on every rank but one) and of 13.
+@pytest.mark.cases("1-4-49", "2-3-61")
 @pytest.mark.parametrize(("world", "accumulate", "length"), mainly([*LENGTHS[1:3], (2, 3, 61)], LENGTHS))
 def test_partial_last_batch_is_trained_exactly(world, accumulate, length):
     expected, _ = runs.by_hand(own_tasks.Masked(length), STEPS)
@@ -44,6 +46,7 @@ def test_partial_last_batch_is_trained_exactly(world, accumulate, length):
         assert runs.difference(weights, expected) < 1e-10
 
 
+@pytest.mark.cases("1-4", "3-2")
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 3), (3, 2)])
 def test_clipped_training_is_exact_and_logs_the_norm_before_clipping(world, accumulate):
     expected, norms = runs.by_hand(own_tasks.Masked(), clip_norm=0.1)

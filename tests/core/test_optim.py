@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UsageError
-from lockstep.core.optim import Group, OptimConfig, build_optimizer
+from lockstep.core.optim import OptimConfig, ParameterGroup, build_optimizer
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.parts.checks import optimizer_check
 from lockstep.parts.model_summary import model_summary
@@ -58,14 +58,16 @@ def test_without_groups_all_parameters_are_in_the_default_group():
 
 def test_a_group_takes_what_its_patterns_match_and_the_default_takes_the_rest():
     model = make_model()
-    found = names_in(model, build(model, "AdamW", 0.1, groups=[Group(name="plain", match=["*.bias", "body.1.*"])]))
+    found = names_in(
+        model, build(model, "AdamW", 0.1, groups=[ParameterGroup(name="plain", match=["*.bias", "body.1.*"])])
+    )
     assert set(found["plain"]) == {"body.0.bias", "body.1.weight", "body.1.bias", "body.2.bias", "head.bias"}
     assert set(found["default"]) == {"body.0.weight", "body.2.weight", "head.weight"}
 
 
 def test_the_first_group_that_matches_takes_the_parameter():
     model = make_model()
-    head, bias = Group(name="head", match=["head.*"]), Group(name="bias", match=["*bias"])
+    head, bias = ParameterGroup(name="head", match=["head.*"]), ParameterGroup(name="bias", match=["*bias"])
     found = names_in(model, build(model, "AdamW", 0.1, groups=[head, bias]))
     assert "head.bias" in found["head"]
     assert "head.bias" not in found["bias"]
@@ -77,9 +79,9 @@ def test_the_first_group_that_matches_takes_the_parameter():
 def test_every_parameter_is_in_exactly_one_group():
     model = make_model()
     groups = [
-        Group(name="a", match=["body.?.weight"]),
-        Group(name="b", match=["*weight"]),
-        Group(name="c", match=["body*"]),
+        ParameterGroup(name="a", match=["body.?.weight"]),
+        ParameterGroup(name="b", match=["*weight"]),
+        ParameterGroup(name="c", match=["body*"]),
     ]
     optimizer = build(model, "AdamW", 0.1, groups=groups)
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -89,7 +91,7 @@ def test_every_parameter_is_in_exactly_one_group():
 
 def test_groups_that_take_everything_leave_no_empty_default():
     model = make_model()
-    optimizer = build(model, "AdamW", 0.1, groups=[Group(name="all", match=["*"])])
+    optimizer = build(model, "AdamW", 0.1, groups=[ParameterGroup(name="all", match=["*"])])
     assert [group["name"] for group in optimizer.param_groups] == ["all"]
 
 
@@ -97,13 +99,13 @@ def test_patterns_match_whole_names_and_case():
     model = make_model()
     for pattern in ("head", "ead.*", "HEAD.*", "body.0"):
         with pytest.raises(UsageError):
-            build(model, "AdamW", 0.1, groups=[Group(name="head", match=[pattern])])
+            build(model, "AdamW", 0.1, groups=[ParameterGroup(name="head", match=[pattern])])
 
 
 def test_frozen_parameters_are_in_their_group_and_stay_as_they_are_until_thawed():
     model = make_model()
     model["body"].requires_grad_(False)
-    optimizer = build(model, "AdamW", 0.1, weight_decay=0.5, groups=[Group(name="body", match=["body.*"])])
+    optimizer = build(model, "AdamW", 0.1, weight_decay=0.5, groups=[ParameterGroup(name="body", match=["body.*"])])
     assert len(names_in(model, optimizer)["body"]) == 6
     before = copy.deepcopy(model)
     train(model, optimizer)
@@ -116,7 +118,7 @@ def test_frozen_parameters_are_in_their_group_and_stay_as_they_are_until_thawed(
 
 def test_shared_parameters_are_optimized_once():
     shared = nn.Linear(3, 3)
-    optimizer = build(nn.Sequential(shared, shared), "SGD", 0.1, groups=[Group(name="first", match=["0.*"])])
+    optimizer = build(nn.Sequential(shared, shared), "SGD", 0.1, groups=[ParameterGroup(name="first", match=["0.*"])])
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]
 
 
@@ -125,12 +127,12 @@ def test_a_tied_parameter_goes_by_all_its_names():
     for name in ("0.weight", "1.weight", "1.*"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model[1].weight = model[0].weight
-        optimizer = build(model, "SGD", 0.1, groups=[Group(name="own", match=[name], lr=0.5)])
+        optimizer = build(model, "SGD", 0.1, groups=[ParameterGroup(name="own", match=[name], lr=0.5)])
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         assert rates[id(model[0].weight)] == 0.5, name
         assert rates[id(model[0].bias)] == 0.1, name
         assert sum(len(group["params"]) for group in optimizer.param_groups) == 3, name
-    bodies = [Group(name="first", match=["1.*"]), Group(name="second", match=["0.*"])]
+    bodies = [ParameterGroup(name="first", match=["1.*"]), ParameterGroup(name="second", match=["0.*"])]
     assert [len(group["params"]) for group in build(model, "SGD", 0.1, groups=bodies).param_groups] == [2, 1]
 
 
@@ -171,10 +173,10 @@ def test_tied_weights_train_with_the_rate_of_their_second_name_as_in_plain_torch
 
 def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
     groups = [
-        Group(name="both", match=["body.0.*"], lr=0.01, weight_decay=0.3),
-        Group(name="rate", match=["body.1.*"], lr=0.02),
-        Group(name="decay", match=["body.2.*"], weight_decay=0.0),
-        Group(name="none", match=["head.weight"]),
+        ParameterGroup(name="both", match=["body.0.*"], lr=0.01, weight_decay=0.3),
+        ParameterGroup(name="rate", match=["body.1.*"], lr=0.02),
+        ParameterGroup(name="decay", match=["body.2.*"], weight_decay=0.0),
+        ParameterGroup(name="none", match=["head.weight"]),
     ]
     optimizer = build(make_model(), "AdamW", 0.1, weight_decay=0.05, groups=groups)
     found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
@@ -188,7 +190,7 @@ def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
 
 
 def test_every_group_keeps_its_base_rate():
-    optimizer = build(make_model(), "SGD", 0.1, groups=[Group(name="head", match=["head.*"], lr=0.7)])
+    optimizer = build(make_model(), "SGD", 0.1, groups=[ParameterGroup(name="head", match=["head.*"], lr=0.7)])
     assert {group["name"]: group["base_lr"] for group in optimizer.param_groups} == {"head": 0.7, "default": 0.1}
 
 
@@ -223,7 +225,7 @@ def test_the_optimizer_is_torchs_own_to_the_last_bit(name, args):
         name,
         0.02,
         weight_decay=0.1,
-        groups=[Group(name="head", match=["head.*"], lr=0.005, weight_decay=0.0)],
+        groups=[ParameterGroup(name="head", match=["head.*"], lr=0.005, weight_decay=0.0)],
         args=args,
     )
     kind = getattr(torch.optim, name)
@@ -284,7 +286,10 @@ def test_the_head_of_the_log_says_where_learning_rates_differ():
 
 def test_layer_decay_divides_groups_but_not_those_with_a_rate_of_their_own():
     model = make_deep()
-    groups = [Group(name="biases", match=["*.bias"], weight_decay=0.0), Group(name="head", match=["head.*"], lr=7.0)]
+    groups = [
+        ParameterGroup(name="biases", match=["*.bias"], weight_decay=0.0),
+        ParameterGroup(name="head", match=["head.*"], lr=7.0),
+    ]
     optimizer = build(model, "AdamW", 1.0, weight_decay=0.1, groups=groups, layer_decay=0.5, blocks=BLOCKS)
     found = rates(model, optimizer)
     assert (found["head.weight"], found["head.bias"], found["embed.bias"], found["layers.2.weight"]) == (
@@ -319,7 +324,7 @@ def test_layer_decay_without_blocks_is_refused():
 
 
 def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often():
-    optimizer = build(make_model(), "SGD", 0.1, groups=[Group(name="head", match=["head.*"], lr=0.8)])
+    optimizer = build(make_model(), "SGD", 0.1, groups=[ParameterGroup(name="head", match=["head.*"], lr=0.8)])
     for factor in (0.5, 0.25, 0.0, 2.0):
         set_lr(optimizer, factor)
         assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {
@@ -331,7 +336,7 @@ def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often()
 
 def test_a_schedule_drives_the_groups_as_torchs_lambda_lr_does():
     model = make_model()
-    groups = [Group(name="head", match=["head.*"], lr=0.8)]
+    groups = [ParameterGroup(name="head", match=["head.*"], lr=0.8)]
     mine, plain = build(model, "SGD", 0.1, groups=groups), build(model, "SGD", 0.1, groups=groups)
     schedule = Schedule(name="cosine", total=20, warmup_steps=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(plain, schedule)
@@ -397,7 +402,9 @@ def test_a_decay_that_the_optimizer_does_not_take_is_refused():
 
 
 def test_a_decay_of_a_group_that_the_optimizer_does_not_take_is_refused():
-    assert "weight_decay" in refusal("Rprop", 0.1, groups=[Group(name="head", match=["head.*"], weight_decay=0.1)])
+    assert "weight_decay" in refusal(
+        "Rprop", 0.1, groups=[ParameterGroup(name="head", match=["head.*"], weight_decay=0.1)]
+    )
 
 
 def test_a_rate_among_the_arguments_is_refused():
@@ -459,7 +466,12 @@ def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
 
 def test_a_group_that_matches_nothing_is_refused_with_names_there_are():
     text = refusal(
-        "SGD", 0.1, groups=[Group(name="head", match=["head.*"]), Group(name="encoder", match=["encoder.*", "enc?"])]
+        "SGD",
+        0.1,
+        groups=[
+            ParameterGroup(name="head", match=["head.*"]),
+            ParameterGroup(name="encoder", match=["encoder.*", "enc?"]),
+        ],
     )
     assert "'encoder.*'" in text
     assert "'enc?'" in text
@@ -469,5 +481,5 @@ def test_a_group_that_matches_nothing_is_refused_with_names_there_are():
 
 def test_a_group_left_empty_by_those_before_it_is_refused():
     assert "group 'bias'" in refusal(
-        "SGD", 0.1, groups=[Group(name="all", match=["*"]), Group(name="bias", match=["*.bias"])]
+        "SGD", 0.1, groups=[ParameterGroup(name="all", match=["*"]), ParameterGroup(name="bias", match=["*.bias"])]
     )

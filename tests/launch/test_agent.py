@@ -43,12 +43,12 @@ def test_exit_code_0_before_the_end_of_the_main_function_is_a_failure_that_names
     ended = agent.run_ranks(abort_cases.end_early_on_rank_1, arguments, nproc=3, folder=tmp_path, start=begun)
     failures = launcher.rank_failures(ended)
     assert [failure.rank for failure in failures if failure.exit_code == 0] == [1]
-    first = decision.decide(decision.Ending(failures, step=7), decision.History(), 3)
+    first = decision.decide(decision.Ending(failures, step=7), decision.StartHistory(), 3)
     assert first.text.startswith("rank 1 failed: it ended with exit code 0 before the command ended")
     second = decision.decide(decision.Ending(failures, step=7), first.history, 3)
     assert isinstance(second.error, RankError)  # it is not started again for ever
     assert second.error.exit_code == 1
-    new = decision.decide(decision.Ending(failures), decision.History(), 3)
+    new = decision.decide(decision.Ending(failures), decision.StartHistory(), 3)
     assert new.action is decision.Action.FAIL
 
 

@@ -9,9 +9,9 @@ import torch
 from lockstep.core import errors
 from lockstep.core.errors import Preempted
 from lockstep.core.parallel import launched
-from lockstep.launch.decision import Action, Ending, History, RankFailure, decide
+from lockstep.launch.decision import Action, Ending, RankFailure, StartHistory, decide
 
-NEW = History()
+NEW = StartHistory()
 
 
 def killed(rank=0, node=""):
@@ -50,7 +50,7 @@ def test_the_cause_names_rank_and_node():
     decision = decide(Ending((lost, killed(1, "b")), step=7), NEW, 3)
     assert decision.action is Action.RESTART
     assert decision.text == ("rank 1 on node b was killed by signal 9 (SIGKILL)\nfailed at step 7: restart 1 of 3")
-    assert decision.history == History(restarts=1, crashed_at=7, in_a_row=1)
+    assert decision.history == StartHistory(restarts=1, crashed_at=7, in_a_row=1)
     follows = told(0, "because of it", node="a", origin=[1, "a wrong value"])
     decision = decide(Ending((follows, told(1, "a wrong value", node="b", code=2, retryable=False))), NEW, 3)
     assert decision.action is Action.FAIL
@@ -80,7 +80,7 @@ def test_an_exception_before_the_first_step_of_a_new_run_is_not_tried_again():
         assert decision.action is Action.FAIL
         assert "KeyError" in str(decision.error)
     assert decide(Ending(bad, step=1), NEW, 3).action is Action.RESTART
-    went_on = History(restarts=1, crashed_at=7, in_a_row=1)  # a start before this one has made steps
+    went_on = StartHistory(restarts=1, crashed_at=7, in_a_row=1)  # a start before this one has made steps
     assert decide(Ending(bad, step=-1), went_on, 3).action is Action.RESTART
     for outside in (
         told(1, "the GPU has an error", from_outside=True),
@@ -119,12 +119,12 @@ def test_five_kills_in_a_row_at_one_step_end_the_run_and_another_step_begins_ane
 
 def test_smaller_micro_batches_are_another_try():
     shortage = told(1, "out of memory", node="b", retries_differently=True)
-    history = History(restarts=1, crashed_at=7, in_a_row=1)
+    history = StartHistory(restarts=1, crashed_at=7, in_a_row=1)
     assert decide(Ending((shortage,), step=7), history, 9).action is Action.RESTART
 
 
 def test_restarts_are_counted_and_lost_nodes_are_not():
-    spent = History(restarts=3, crashed_at=5, in_a_row=1)
+    spent = StartHistory(restarts=3, crashed_at=5, in_a_row=1)
     assert decide(Ending((killed(),), step=7), spent, 3).action is Action.FAIL
     lost = Ending((told(0, "lost the connection", node="a", lost_another=True),), step=7, lost=("b",))
     decision = decide(lost, spent, 3)
@@ -169,9 +169,9 @@ def test_a_node_that_is_lost_while_the_run_is_to_stop_does_not_start_it_again():
 
 def test_a_node_that_joins_costs_no_restart_and_a_request_to_stop_comes_first():
     both = (saved(0, "a"), saved(1, "b"))
-    decision = decide(Ending(both, step=7, joining=True), History(restarts=3), 3)
+    decision = decide(Ending(both, step=7, joining=True), StartHistory(restarts=3), 3)
     assert decision.action is Action.RESTART
-    assert decision.history == History(restarts=3)
+    assert decision.history == StartHistory(restarts=3)
     assert decide(Ending(both, step=7, joining=True, asked=True), NEW, 3).action is Action.STOP
 
 

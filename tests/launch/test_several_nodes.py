@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from lockstep.cli.application import app
 from lockstep.core.errors import Preempted, UsageError
 from lockstep.launch import launcher, node_address, node_session, several_nodes
-from lockstep.launch.decision import Action, Decision, Ending, History, RankFailure
+from lockstep.launch.decision import Action, Decision, Ending, RankFailure, StartHistory
 from lockstep.launch.launcher import Forwarding, start_until_done
-from lockstep.launch.node_address import GLOO_INTERFACE, Clock, Endpoint, MissingNodesError
-from lockstep.launch.node_session import BoundedStore, Nodes, Pulse, Session, StoreLostError
+from lockstep.launch.node_address import GLOO_INTERFACE, Endpoint, MissingNodesError, ProcessClock
+from lockstep.launch.node_session import BoundedStore, Pulse, RendezvousParameters, Session, StoreLostError
 from lockstep.launch.several_nodes import SeveralNodes
 from tests import processes, rank_cases
 from tests.processes import HANG_S, launched
@@ -92,7 +92,9 @@ def test_wrong_options_are_refused(options, words, monkeypatch, tmp_path):
 
 
 def nodes(port, **other):
-    made = Nodes(2, 2, Endpoint("127.0.0.1", port), run_id="mine", wait_s=HANG_S, keys={"batch.global": 64})
+    made = RendezvousParameters(
+        2, 2, Endpoint("127.0.0.1", port), run_id="mine", wait_s=HANG_S, keys={"batch.global": 64}
+    )
     return replace(made, **other)
 
 
@@ -133,7 +135,7 @@ def test_another_version_is_named(session, port, monkeypatch):
 def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, capfd):
     monkeypatch.setenv(node_session.SERVES, "0")
     monkeypatch.setattr(node_address, "_TELL_AFTER_S", 0.1)
-    monkeypatch.setattr(node_address, "Clock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
+    monkeypatch.setattr(node_address, "ProcessClock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
     with pytest.raises(MissingNodesError) as caught:
         Session(nodes(port, wait_s=0.6), 1)
     assert f"gave up after waiting 0.6 s for the node at 127.0.0.1:{port}" in str(caught.value)
@@ -164,7 +166,7 @@ def test_no_call_waits_for_ever(monkeypatch):
 
 
 def test_time_stands_still_for_a_process_that_is_frozen(monkeypatch):
-    clock, later = Clock(), time.monotonic() + 60
+    clock, later = ProcessClock(), time.monotonic() + 60
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert clock.look() <= 1.0
 
@@ -243,7 +245,7 @@ def test_where_the_run_stopped_is_told_on_every_node(rank, capfd, monkeypatch):
     monkeypatch.setattr(run, "meet", lambda number: "start")
     monkeypatch.setattr(launcher, "_run_once", lambda *_: "ending")
     monkeypatch.setattr(run, "_tell", lambda ending: None)
-    monkeypatch.setattr(run, "_decision_of", lambda number: Decision(Action.STOP, History(), text))
+    monkeypatch.setattr(run, "_decision_of", lambda number: Decision(Action.STOP, StartHistory(), text))
     with pytest.raises(Preempted):
         start_until_done(run, [], 1, print, run.stop)
     assert capfd.readouterr().err == (f"{text}\n" if rank else "")  # the log of rank 0 says so on the first node

@@ -15,7 +15,7 @@ from lockstep.mesh import alone
 from lockstep_lab.plan import command, show
 from lockstep_lab.plan.estimate import estimate
 from lockstep_lab.plan.facts import facts_of
-from lockstep_lab.plan.inputs import Setting, World
+from lockstep_lab.plan.inputs import Machines, Setting
 from lockstep_lab.plan.measure import compare, measure
 from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from tests import lm_cases, runs
@@ -92,7 +92,7 @@ def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, r
     given = sections(name, accumulate, train={"steps": 3}, **compute)
     strategy = "hybrid" if "shard_ranks" in parallel else "ddp" if name == "1x1x2" else parallel["strategy"]
     setting = Setting(
-        World(ranks, ranks),
+        Machines(ranks, ranks),
         strategy,
         "fp32",
         given["batch"]["micro"],
@@ -118,7 +118,7 @@ def test_the_collectives_of_a_language_model_are_those_that_ranks_make(tmp_path,
     config = config_file.parse(given, needs_task=False)
     facts = facts_of(task, config, device="cpu", precisions=("fp32",), recompute=(False,))
     found = counted(2, {"replicate": 1, "shard": 1, "tensor": 2}, lm_cases.train, options, given)
-    assert found == planned(facts, Setting(World(2, 2), "ddp", "fp32", 2, 2, tensor=2))
+    assert found == planned(facts, Setting(Machines(2, 2), "ddp", "fp32", 2, 2, tensor=2))
 
 
 # ---- bytes
@@ -174,7 +174,7 @@ GIVEN = {"batch": {"global": 4}, "train": {"steps": 1}}
 
 
 def plan(bytes_of_a_gpu, gpus=4, per_node=4, precision="fp32", **given):
-    world = World(gpus, per_node, memory_bytes=bytes_of_a_gpu)
+    world = Machines(gpus, per_node, memory_bytes=bytes_of_a_gpu)
     return command.plan_of(parsed(**GIVEN | given), world, precisions=[precision], reserve=0.0)
 
 

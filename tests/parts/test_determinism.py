@@ -12,7 +12,7 @@ from lockstep.core.parallel.precision import check_supported
 from lockstep.launch import launcher
 from lockstep.parts import determinism
 from lockstep_lab.verify import worker_functions
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.step_operations import StepOperations
 from tests import own_tasks, runs
 from tests.python_device import NAME
@@ -78,12 +78,12 @@ def test_verify_repeats_itself_with_deterministic_kernels_where_there_are_some(t
             )
         return ["recorded"]
 
-    monkeypatch.setattr(Experiments, "_undisturbed", undisturbed)
-    experiments = Experiments(config, 2, tmp_path, None, deterministic=True)
+    monkeypatch.setattr(ExperimentRunner, "_undisturbed", undisturbed)
+    experiments = ExperimentRunner(config, 2, tmp_path, None, deterministic=True)
     assert experiments.undisturbed() == experiments.undisturbed() == ["recorded"]
     assert tried == [True, False]
     assert experiments.not_deterministic == "x_backward has no deterministic implementation"
-    assert Experiments(config, 2, tmp_path, None).deterministic is False
+    assert ExperimentRunner(config, 2, tmp_path, None).deterministic is False
 
 
 def waits(device):

@@ -27,6 +27,7 @@ def check(name, kind="lm", private=False, optimizer=False):
     hub.check(name, kind, private=private, optimizer=optimizer)
 
 
+@pytest.mark.cases("our-lab")
 @pytest.mark.parametrize("owner", ["someone", "our-lab"])
 def test_a_folder_is_uploaded_whole(server, folder, owner):
     check(f"{owner}/plays", private=True)

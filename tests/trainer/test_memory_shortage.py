@@ -87,6 +87,7 @@ def test_an_update_that_does_not_fit_ends_all_ranks_and_the_next_start_takes_les
         assert runs.difference(weights, {name: tensor for name, tensor in expected.items() if name != "calls"}) < 1e-10
 
 
+@pytest.mark.exhaustive  # as test_an_evaluation_that_does_not_fit_ends_the_ranks_and_is_smaller_at_the_next_start
 def test_an_update_that_does_not_fit_with_one_sample_is_not_tried_again(tmp_path):
     settings = runs.config(batch={"global": 4, "micro": 1})
     ((_, error, retryable),) = run_ranks(1, rank_cases.update_out_of_memory, settings, tmp_path, 0, 1, "optimizer")

@@ -91,7 +91,7 @@ def fit(device, place, folder):
     Memory is short at `place`, unless an earlier start has noted a smaller micro-batch.
     """
     worlds.pick_device = lambda *_, **__: torch.device(NAME, 0)
-    enter, leave = flops.Operations.__enter__, flops.Operations.__exit__
+    enter, leave = flops.FlopCounterMode.__enter__, flops.FlopCounterMode.__exit__
     task = Normed(None if Path(folder, "micro.json").exists() else PLACES[place], device)
     settings = runs.config(
         device="auto",
@@ -103,9 +103,11 @@ def fit(device, place, folder):
     )
     with rank_cases.impatient(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(failure, "_GRACE_S", 2.0)
-        patch.setattr(flops.Operations, "__enter__", lambda mode: setattr(task, "counts", True) or enter(mode))
+        patch.setattr(flops.FlopCounterMode, "__enter__", lambda mode: setattr(task, "counts", True) or enter(mode))
         patch.setattr(
-            flops.Operations, "__exit__", lambda mode, *error: setattr(task, "counts", False) or leave(mode, *error)
+            flops.FlopCounterMode,
+            "__exit__",
+            lambda mode, *error: setattr(task, "counts", False) or leave(mode, *error),
         )
         try:
             return {name: tensor.cpu() for name, tensor in runs.fit(task, settings, Path(folder))[0].items()}

@@ -82,6 +82,7 @@ def test_a_loop_ends_with_the_bits_of_the_same_task():
         assert all(torch.equal(loop[name], task[name]) for name in task), (world, options)
 
 
+@pytest.mark.exhaustive  # as test_a_loop_ends_with_the_bits_of_the_same_task
 def test_units_that_only_the_body_knows_give_the_update_of_plain_torch():
     for world, options, _ in CASES:
         expected, _ = runs.by_hand(own_tasks.Masked(), clip_norm=options.get("clip_norm"))
@@ -136,6 +137,7 @@ def stopped_and_resumed(stop):
         return weights, loop.state["seen"], loop.results["train/lr"]
 
 
+@pytest.mark.exhaustive  # as test_steps_without_a_unit_are_skipped_on_all_ranks
 def test_a_loop_that_was_left_resumes_with_its_state_and_scheduler():
     for world in (1, 2):
         whole, seen, rate = run_ranks(world, stopped_and_resumed, 0)[0]

@@ -72,6 +72,7 @@ def loop_rates(make, folder, *, given=False, stop=None, is_late=False):
     return rates
 
 
+@pytest.mark.cases("cosine", "plateau")
 @pytest.mark.parametrize("name", PER_EPOCH)
 def test_a_scheduler_that_the_body_steps_has_the_rates_of_a_plain_loop_also_when_resumed(name, tmp_path):
     make = PER_EPOCH[name]
@@ -85,6 +86,7 @@ def test_a_scheduler_that_the_body_steps_has_the_rates_of_a_plain_loop_also_when
             assert cut + loop_rates(make, folder, is_late=is_late) == expected, (stop, is_late)
 
 
+@pytest.mark.cases("in turn")
 @pytest.mark.parametrize("name", ["StepLR", "cosine", "in turn"])
 def test_a_scheduler_that_the_loop_steps_after_each_epoch_has_the_rates_of_a_plain_loop(name, tmp_path):
     make = PER_EPOCH[name]

@@ -93,6 +93,7 @@ def by_plain_torch(samples, clip_norm=None):
     }
 
 
+@pytest.mark.cases("options0")
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 5, "clip_norm": 0.05}])
 def test_two_optimizers_in_turn_end_with_the_weights_of_plain_torch(options):
     samples = run_ranks(1, trained, [None], options)[0][1]
@@ -106,6 +107,7 @@ def test_two_optimizers_in_turn_end_with_the_weights_of_plain_torch(options):
         assert {results["train/lr/critic"], results["train/lr/generator"]} == {0.02, 0.1}
 
 
+@pytest.mark.exhaustive  # as test_two_optimizers_in_turn_end_with_the_weights_of_plain_torch
 def test_a_resumed_loop_with_two_optimizers_ends_with_the_same_bits():
     for world in (1, 2):
         whole, *_ = run_ranks(world, trained, [None], {})[0]

@@ -11,7 +11,7 @@ from lockstep.launch.device_check.run import wrong_answers
 from lockstep.watch import exchange, operations
 from lockstep.watch import signed_sums as module
 from lockstep.watch.gradients import Detail
-from lockstep.watch.history import History
+from lockstep.watch.history import FigureHistory
 from lockstep.watch.part import Due, other_rank
 from lockstep.watch.replicas import differing_replicas
 from lockstep.watch.signed_sums import SIGNS, signed_sums
@@ -158,14 +158,14 @@ FLOORS = [0.0] * len(SIZES)
 
 
 def test_what_leaves_its_history_is_told_with_its_rank_and_what_was_usual():
-    history, numbers = History("loss"), random.Random(0)
+    history, numbers = FigureHistory("loss"), random.Random(0)
     for check in range(60):  # a loss that falls, and varies by rank
         usual = [(0.97**check) * (1 + 0.2 * numbers.random()) for _ in range(3)]
         assert history.add(usual) == ""
     text = history.add([usual[0], usual[1] * 30, usual[2]])
     assert text.startswith("the loss of rank 1 is ")
     assert "usually it was" in text
-    assert History("loss").add([1.0, 1e9]) == ""  # nothing is usual yet
+    assert FigureHistory("loss").add([1.0, 1e9]) == ""  # nothing is usual yet
     assert history.add([float("nan"), 0.0, usual[0]]) == ""
 
 

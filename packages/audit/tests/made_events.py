@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from lockstep_audit.events import History
+from lockstep_audit.events import EventHistory
 from lockstep_audit.report.outcome import outcome
 from lockstep_audit.rules.catalogue import BY_ID
 
@@ -78,7 +78,7 @@ class Script:
 
     @property
     def history(self):
-        return History(self.events, self.previous)
+        return EventHistory(self.events, self.previous)
 
     def found(self, id):
         """The findings of a rule."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lockstep_audit import events
-from lockstep_audit.events import History
+from lockstep_audit.events import EventHistory
 from lockstep_audit.report.outcome import outcome
 from lockstep_audit.rules.catalogue import BY_ID
 from packages.audit.tests import forked, page_ranks
@@ -47,12 +47,13 @@ def wrongly_judged(names, folder):
     lines = []
     for number, case in enumerate(cases):
         histories = [
-            History(events.read(path)) for path in sorted((folder / str(number)).glob("events-*"), key=lambda p: p.name)
+            EventHistory(events.read(path))
+            for path in sorted((folder / str(number)).glob("events-*"), key=lambda p: p.name)
         ]
         if not histories or not histories[-1].events:
             lines.append(f"{case['script']}: no events; {done.stderr[-1000:]}")
             continue
-        last = histories[-1] if len(histories) == 1 else History(histories[-1].events, histories[-2])
+        last = histories[-1] if len(histories) == 1 else EventHistory(histories[-1].events, histories[-2])
         found = outcome(last)
         places = [
             {"rule": one.rule, "file": one.where and Path(one.where.file).name, "line": one.where and one.where.line}

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lockstep_audit import __main__ as module
 from lockstep_audit import events, pytest_plugin, run
-from lockstep_audit.errors import UsageError
-from lockstep_audit.events import History
-from lockstep_audit.judge import FAILED, FINDINGS, USAGE, Verdict, judge
+from lockstep_audit.errors import AuditUsageError
+from lockstep_audit.events import EventHistory
+from lockstep_audit.judge import FAILED, FINDINGS, USAGE, AuditVerdict, judge
 from lockstep_audit.observe import communication, digests, torch_private, training
 from lockstep_audit.observe.recorder import LAUNCHER, Counts, recorder
 from lockstep_audit.settings import Settings
@@ -60,7 +60,7 @@ def ended(tmp_path_factory):
 
 
 def codes(folder):
-    return [event.get("code") for event in History(events.read(folder)).of("exit")]
+    return [event.get("code") for event in EventHistory(events.read(folder)).of("exit")]
 
 
 def test_whatever_ends_a_script_what_was_seen_is_judged(ended, capsys):
@@ -69,22 +69,22 @@ def test_whatever_ends_a_script_what_was_seen_is_judged(ended, capsys):
     assert codes(ended["error"]) == [1, 1]
     assert codes(ended["killed"]) == []  # the events until then are there
     for folder in ended.values():
-        assert judge(folder, Settings(), failed=True) is Verdict.FINDINGS
+        assert judge(folder, Settings(), failed=True) is AuditVerdict.FINDINGS
         assert "LS101" in capsys.readouterr().out
 
 
 def test_a_script_that_fails_without_a_finding_says_so(tmp_path, capsys):
     writer = events.EventWriter(tmp_path, 0)
     writer.write("start", world_size=1)
-    assert judge(tmp_path, Settings()) is Verdict.INCONCLUSIVE
+    assert judge(tmp_path, Settings()) is AuditVerdict.INCONCLUSIVE
     writer.write("exit", code=3)
-    assert judge(tmp_path, Settings()) is Verdict.FAILED
+    assert judge(tmp_path, Settings()) is AuditVerdict.FAILED
 
 
 def test_a_notebook_is_told_what_to_do(tmp_path, capsys, monkeypatch):
     notebook = tmp_path / "train.ipynb"
     notebook.write_text("{}")
-    with pytest.raises(UsageError, match="nbconvert"):
+    with pytest.raises(AuditUsageError, match="nbconvert"):
         run.run([str(notebook)], Settings(), nproc=2)
     for arguments in ([str(notebook)], ["train.py"]):
         monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())  # the kernel of a notebook
@@ -96,7 +96,7 @@ def test_a_notebook_is_told_what_to_do(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("target", "said"), [("--evry", "no such option"), ("train.py", "is not a file")])
 def test_a_wrong_option_and_a_script_that_is_not_there_are_told_apart(target, said):
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(AuditUsageError, match=said):
         run.run([target, "3"], Settings(), nproc=2)
 
 

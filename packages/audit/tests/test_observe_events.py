@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy import random
 
-from lockstep_audit.events import History, read
+from lockstep_audit.events import EventHistory, read
 from lockstep_audit.observe import (
     buffers,
     calls,
@@ -88,7 +88,7 @@ def run_both(script, folder, *arguments):
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
     plain, observed = run_both(SCRIPTS / "with_ddp.py", folder, "FOLDER")
-    return plain, observed, History(read(folder / "events"))
+    return plain, observed, EventHistory(read(folder / "events"))
 
 
 def events(both, kind, rank=1):
@@ -206,7 +206,7 @@ def test_the_norm_of_gradients_counts_sparse_ones_too():
 @pytest.mark.parametrize(("due", "is_complete"), [(2, True), (3, False), (None, False)])
 def test_an_iteration_of_a_framework_is_complete_with_the_last_batch_that_it_asks_for(due, is_complete):
     """Lightning counts the batches of a loader, and never asks for one more."""
-    turn = data.Pass(data.Loader(0, None), 0, None, vars(data.recorder.counts).copy(), True, due=due)
+    turn = data.Pass(data.ObservedLoader(0, None), 0, None, vars(data.recorder.counts).copy(), True, due=due)
     for _ in range(2):
         data._give(turn, torch.zeros(4))
     data.given.clear()
@@ -216,7 +216,7 @@ def test_an_iteration_of_a_framework_is_complete_with_the_last_batch_that_it_ask
 def test_an_evaluation_that_a_framework_left_early_ends_where_the_next_loop_begins(monkeypatch):
     told = []
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys["batches"])))
-    known = data.Loader(-1, None)
+    known = data.ObservedLoader(-1, None)
 
     def begun(**before):
         counts = vars(data.recorder.counts) | before
@@ -763,7 +763,7 @@ def test_frameworks_train_the_same_bits(name, tmp_path):
     plain, observed = run_both(SCRIPTS / f"with_{name}.py", tmp_path, "FOLDER")
     assert plain[0] == observed[0] != [[], []], (plain[2], observed[2])
     assert plain[1] == observed[1] == [0, 0]
-    history = History(read(tmp_path / "events"))
+    history = EventHistory(read(tmp_path / "events"))
     assert list(history.of("note")) == []
     assert all(history.by_rank("step").values())
 
@@ -782,7 +782,7 @@ def test_lightning_s_own_launcher_is_observed(tmp_path):
         outputs.append(hashes)
     assert outputs[0] == outputs[1]
     assert outputs[0]
-    history = History(read(tmp_path / "events"))
+    history = EventHistory(read(tmp_path / "events"))
     assert history.ranks == [0, 1]
     for rank in range(2):
         ends = list(history.of("loader_end", rank=rank))

@@ -6,7 +6,7 @@ import runpy
 import pytest
 
 from lockstep_audit import events
-from lockstep_audit.events import History
+from lockstep_audit.events import EventHistory
 from lockstep_audit.report.outcome import outcome
 from lockstep_audit.rules.catalogue import ALL, BY_ID
 from packages.audit.tests import forked, page_ranks
@@ -53,7 +53,7 @@ def ran(folder, ids):
     for id, name in lines:
         read = events.read(folder / f"{id}_{name}" / "events")
         assert read, done.stdout[-3000:] + done.stderr[-3000:]
-        found[id, name] = outcome(History(read)), lines[id, name]
+        found[id, name] = outcome(EventHistory(read)), lines[id, name]
     return found
 
 

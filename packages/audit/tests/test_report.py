@@ -8,7 +8,7 @@ import yaml
 
 from lockstep_audit import command as command_line
 from lockstep_audit import judge
-from lockstep_audit.errors import UsageError
+from lockstep_audit.errors import AuditUsageError
 from lockstep_audit.events import EventWriter
 from lockstep_audit.findings import Rule
 from lockstep_audit.report import formats
@@ -137,7 +137,7 @@ def test_a_baseline_leaves_out_known_findings_also_where_lines_have_moved(script
 
     linecache.clearcache()
     assert len(outcome(other.history, tmp_path / "known.json").findings) == 1
-    with pytest.raises(UsageError, match="is not a baseline"):
+    with pytest.raises(AuditUsageError, match="is not a baseline"):
         outcome(script().history, tmp_path / "train.py")
 
 
@@ -182,7 +182,7 @@ def test_one_rank_says_how_many_rules_were_not_exercised(world, tmp_path, capsys
     writer = EventWriter(tmp_path, 0)
     writer.write("start", world_size=world)
     writer.write("step", optimizer=0, index=0)
-    assert judge.judge(tmp_path, Settings()) is judge.Verdict.CLEAN
+    assert judge.judge(tmp_path, Settings()) is judge.AuditVerdict.CLEAN
     out = capsys.readouterr().out
     many = re.search(r"checked, (\d+) not exercised", out)[1]
     note = f"note: one rank ran: {many} rules were not exercised; those that compare ranks need --nproc 2\n"
@@ -199,17 +199,17 @@ def test_the_page_of_a_rule_is_printed(capsys):
 def test_the_report_goes_to_a_file_and_a_baseline_is_written(script, tmp_path, capsys):
     folder = written(script(), tmp_path / "events")
     settings = Settings("json", tmp_path / "report.json", write_baseline=tmp_path / "known.json")
-    assert judge.judge(folder, settings) is judge.Verdict.FINDINGS
+    assert judge.judge(folder, settings) is judge.AuditVerdict.FINDINGS
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == judge.FINDINGS
-    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) is judge.Verdict.CLEAN
-    with pytest.raises(UsageError, match="contains no events"):
+    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) is judge.AuditVerdict.CLEAN
+    with pytest.raises(AuditUsageError, match="contains no events"):
         judge.judge(tmp_path / "none", Settings())
 
 
 def test_rank_0_waits_for_the_last_events_of_others(tmp_path):
     folder = written(right().exit(1), tmp_path / "events")
-    assert judge.judge_here(folder, Settings()) is judge.Verdict.CLEAN
+    assert judge.judge_here(folder, Settings()) is judge.AuditVerdict.CLEAN
 
 
 def test_the_github_action_calls_the_command_with_its_own_options():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep_audit import events
-from lockstep_audit.events import History
+from lockstep_audit.events import EventHistory
 from lockstep_audit.report.outcome import outcome
 from packages.audit.tests.made_events import FILE, Script, at, dealt, in_batches, parts
 
@@ -46,7 +46,7 @@ def test_the_stacks_of_a_signal_are_an_event(tmp_path):
         told = [json.dumps(event) for event in script.events if event["rank"] == rank]
         dump = DUMP if rank == 0 else DUMP.partition("\n\n")[2].replace("line 61 in save", "line 30 in main")
         events.path_of(tmp_path, rank).write_text("\n".join(told) + "\n" + dump)
-    read = History(events.read(tmp_path))
+    read = EventHistory(events.read(tmp_path))
     died = list(read.of("died"))
     assert [event["at"][1] for event in died] == [61, 30]
     assert [(event["aborted"], event["blocked_in"]) for event in died] == [

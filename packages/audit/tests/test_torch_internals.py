@@ -39,6 +39,6 @@ def test_every_recorder_of_this_torch_is_asked(monkeypatch):
 
 
 def test_the_main_thread_moves_between_instructions_of_python():
-    main = torch_internals.MainThread()
+    main = torch_internals.MainThreadProbe()
     assert main.has_moved()
     assert main.has_moved()  # this line is such an instruction

@@ -10,7 +10,7 @@ import typer
 from lockstep.cli import pages
 from lockstep.cli.audit import audit
 from lockstep.cli.checkpoints import checkpoints
-from lockstep.cli.commands import Command, Group
+from lockstep.cli.commands import Command, CommandGroup
 from lockstep.cli.config import config
 from lockstep.cli.doctor import doctor
 from lockstep.cli.evaluate import EVALUATION_KEYS, evaluate
@@ -51,7 +51,7 @@ _SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
 """Settings of the context. `obj`: the keys that the command takes, for `commands.Command`."""
 
 
-class _Groups(Group):
+class _Groups(CommandGroup):
     headings: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("init", "train", "run", "evaluate", "predict", "export"),
         "Check": ("verify", "audit", "replay"),

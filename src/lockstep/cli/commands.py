@@ -61,7 +61,7 @@ def _remedy(found: Sequence[str]) -> str:
     return "; ".join([f"write {written}"] * bool(written) + list(dict.fromkeys(advice)))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands below headings."""
 
     headings: ClassVar[dict[str, tuple[str, ...]]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import typer
 
 from lockstep.cli.check_device import check_device
-from lockstep.cli.commands import Command, Group
+from lockstep.cli.commands import Command, CommandGroup
 from lockstep.cli.env import env
 from lockstep.cli.first_hour import first_hour
 from lockstep.cli.preflight import preflight
@@ -22,7 +22,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
 }
 
 doctor = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Check machines: versions, network, devices, presets.",

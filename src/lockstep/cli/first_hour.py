@@ -26,7 +26,7 @@ _SHOWN = 40  # last lines of a command's output on the page
 
 
 @dataclass(frozen=True)
-class Step:
+class FirstHourStep:
     """A command, and what it must print."""
 
     shows: str
@@ -45,7 +45,7 @@ class Step:
 class Result:
     """What a step has shown."""
 
-    step: Step
+    step: FirstHourStep
     state: str
     """passed, FAILED, or skipped with the reason."""
     seconds: float = 0.0
@@ -85,15 +85,17 @@ def first_hour(
             raise typer.Exit(FAULT)
 
 
-def steps(nproc: int, out: Path) -> list[Step]:
+def steps(nproc: int, out: Path) -> list[FirstHourStep]:
     """The steps in their order, for a number of ranks and a folder."""
     import yaml
 
     text = resources.files(__package__).joinpath("first_hour.yaml").read_text(encoding="utf-8")
-    return [Step(**row) for row in yaml.safe_load(text.replace("{nproc}", str(nproc)).replace("{out}", str(out)))]
+    return [
+        FirstHourStep(**row) for row in yaml.safe_load(text.replace("{nproc}", str(nproc)).replace("{out}", str(out)))
+    ]
 
 
-def run(step: Step, *, has_gpu: bool) -> Result:
+def run(step: FirstHourStep, *, has_gpu: bool) -> Result:
     """Run the command of a step to its end."""
     if step.needs_gpu and not has_gpu:
         return Result(step, "skipped: no GPU")

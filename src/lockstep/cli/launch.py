@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.commands import Command, Group
+from lockstep.cli.commands import Command, CommandGroup
 from lockstep.cli.options import Debug, Force, Overrides, Target, as_arguments
 from lockstep.cli.reporting import reporting, tell
 from lockstep.core.errors import Preempted, UsageError
@@ -51,7 +51,7 @@ class Kind(enum.StrEnum):
 
 
 launch = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Train on several machines.",

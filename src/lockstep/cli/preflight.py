@@ -14,7 +14,7 @@ from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.launch.preflight.judgement import Finding
+    from lockstep.launch.preflight.judgement import PreflightFinding
 
 
 def preflight(
@@ -69,7 +69,7 @@ def _fault(count: int) -> UsageError:
     return error
 
 
-def table(findings: list[Finding]) -> str:
+def table(findings: list[PreflightFinding]) -> str:
     """The findings as lines for a terminal, with the remedies below those that are not right."""
     lines, width = [], max([14, *(len(finding.check) for finding in findings)])
     for finding in findings:

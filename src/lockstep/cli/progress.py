@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
-class Bar:
+class ProgressBar:
     """Counts what is done. It shows nothing if `progress` is None."""
 
     def __init__(self, progress: Progress | None, what: str) -> None:
@@ -28,7 +28,7 @@ class Bar:
 
 
 @contextlib.contextmanager
-def bar(what: str, *, shown: bool, console: Console | None = None) -> Iterator[Bar]:
+def bar(what: str, *, shown: bool, console: Console | None = None) -> Iterator[ProgressBar]:
     """Yield a bar, which ends with the block.
 
     Args:
@@ -37,7 +37,7 @@ def bar(what: str, *, shown: bool, console: Console | None = None) -> Iterator[B
         console: where to draw. None: stderr, so that stdout may go to a file or a pipe.
     """
     if not shown:
-        yield Bar(None, what)
+        yield ProgressBar(None, what)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -48,6 +48,6 @@ def bar(what: str, *, shown: bool, console: Console | None = None) -> Iterator[B
     )
     progress = Progress(*columns, console=console or Console(stderr=True), refresh_per_second=4, redirect_stdout=False)
     try:
-        yield Bar(progress, what)
+        yield ProgressBar(progress, what)
     finally:
         progress.stop()

@@ -84,10 +84,10 @@ def launch(
         return
     from lockstep.core.config.sections import training_keys
     from lockstep.launch import several_nodes
-    from lockstep.launch.node_session import Nodes
+    from lockstep.launch.node_session import RendezvousParameters
 
     keys = training_keys(settings)
-    nodes = Nodes(several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=keys)
+    nodes = RendezvousParameters(several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=keys)
     several_nodes.launch(arguments, ranks, nodes, max_restarts, main=run_command)
 
 

@@ -23,7 +23,7 @@ _BY_KERNELS = ("running_mean", "running_var")  # kernels of BatchNorm and Instan
 
 
 @dataclass
-class Changes:
+class StateChanges:
     """What a pass has changed, with what was there before."""
 
     places: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Changes:
     @contextlib.contextmanager
     def undone(self) -> Generator[None, None, None]:
         """Inside, everything is as before the pass. Afterwards it is as it was when this was entered."""
-        now = Changes(
+        now = StateChanges(
             [(owner, name, owner.get(name, _ABSENT)) for owner, name, _ in self.places],
             [(tensor, tensor.detach().clone()) for tensor, _ in self.values],
             [(tensor, tensor.data) for tensor, _ in self.memory],
@@ -91,7 +91,7 @@ class BlockState:
         self.passes, self.next_watched = 0, 1
 
     @contextlib.contextmanager
-    def noted(self, changes: Changes) -> Generator[None, None, None]:
+    def noted(self, changes: StateChanges) -> Generator[None, None, None]:
         """Around a forward pass. Afterwards, `changes` contains what the pass has changed.
 
         Raises:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.core import devices
-from lockstep.core.block_state import BlockState, Changes, refusing_writes
+from lockstep.core.block_state import BlockState, StateChanges, refusing_writes
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
 
@@ -192,19 +192,19 @@ def _contexts(state: BlockState, device: torch.device, selective: bool) -> tuple
     """
     make: Any = partial(create_selective_checkpoint_contexts, _keeps) if selective else noop_context_fn
     kept, taken = make()
-    changes = Changes()
+    changes = StateChanges()
     return _noted(state, changes, kept), _as_in_forward(changes, device, devices.of(device).generator_state(), taken)
 
 
 @contextlib.contextmanager
-def _noted(state: BlockState, changes: Changes, kept: Any) -> Generator[None, None, None]:
+def _noted(state: BlockState, changes: StateChanges, kept: Any) -> Generator[None, None, None]:
     with state.noted(changes), kept:
         yield
 
 
 @contextlib.contextmanager
 def _as_in_forward(
-    changes: Changes, device: torch.device, generator_state: Tensor | None, taken: Any
+    changes: StateChanges, device: torch.device, generator_state: Tensor | None, taken: Any
 ) -> Generator[None, None, None]:
     """Inside, a block is recomputed: the device draws the same random numbers, and the block is as it was.
 

@@ -65,7 +65,7 @@ class Viewer:
         """All sets of data were evaluated after `step` steps. Called on all ranks."""
 
 
-class Report(Viewer):
+class PresenterReport(Viewer):
     """The text that the task's presenter gives for an evaluation.
 
     Args:

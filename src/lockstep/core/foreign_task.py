@@ -36,7 +36,7 @@ class Foreign(Task):
     def __init__(self) -> None:
         self.notes: list[str] = []
         """Lines for the log: what was understood, and what is left out."""
-        self.clock = Clock()
+        self.clock = TrainingClock()
 
     def prepare_data(self) -> None:
         """Download what the data need. Called once on each node, before anything else; elsewhere it does nothing."""
@@ -45,7 +45,7 @@ class Foreign(Task):
         """Learn the config of the training, before the model is made."""
 
 
-class Clock(Part):
+class TrainingClock(Part):
     """How far the training is, for code that asks. It keeps no state: the training sets it."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ def result_name(name: str) -> str:
 
 
 @dataclass
-class History:
+class MetricHistory:
     """One result of all evaluations since the run began. All ranks have the same results, and so decide the same."""
 
     metric: str

@@ -27,7 +27,7 @@ from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World
 from lockstep.core.part import EVENTS, Part, Training, label, overrides
-from lockstep.core.part_changes import Changes
+from lockstep.core.part_changes import PartChanges
 from lockstep.core.step import TrainState
 from lockstep.core.task_checks import line_of
 
@@ -182,7 +182,7 @@ class JoinedParts:
             return None
         part, model = self._all[name], self.state.strategy.unwrapped.model
         self._trainings[name].step, was_training = self.state.step, model.training
-        changes, fault = Changes(model, self.state.optimizer, sees_weights=self._sees_writes), ""
+        changes, fault = PartChanges(model, self.state.optimizer, sees_weights=self._sees_writes), ""
         try:
             try:
                 value = getattr(part, method)(*arguments)

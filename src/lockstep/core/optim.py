@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizers, torch calls its kernels new
 
 
-class Group(Section):
+class ParameterGroup(Section):
     """A group of parameters with its own learning rate and weight decay."""
 
     name: str
@@ -41,7 +41,7 @@ class Group(Section):
     """Further arguments of `optimizer`."""
 
     @model_validator(mode="after")
-    def _args_have_an_optimizer(self) -> Group:
+    def _args_have_an_optimizer(self) -> ParameterGroup:
         if self.args and self.optimizer is None:
             raise ValueError("args are for a group with its own `optimizer`; without it, `optim.args` count")
         return self
@@ -70,7 +70,7 @@ class OptimConfig(Section):
     """True if a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of each of the model's repeated blocks, relative to the block above it."""
-    groups: list[Group] = Field(default_factory=list)
+    groups: list[ParameterGroup] = Field(default_factory=list)
     """Parameters with their own learning rate or weight decay, by patterns of names. The first match counts."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer (momentum, betas, ...)."""
@@ -150,7 +150,7 @@ def build_optimizer(
 
 def _param_groups(
     model: nn.Module, optim: OptimConfig, *, scale: float, blocks: Sequence[str]
-) -> list[tuple[Group, list[dict[str, Any]]]]:
+) -> list[tuple[ParameterGroup, list[dict[str, Any]]]]:
     """For each group of the config, and for `default`, its groups for an optimizer: one, or one for each level."""
     depths = _depths(model, blocks) if optim.layer_decay is not None else {}
     found = []
@@ -223,7 +223,9 @@ def _can_fuse(kind: type, model: nn.Module, args: Mapping[str, Any]) -> bool:
     )
 
 
-def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, list[tuple[str, nn.Parameter]]]]:
+def _members(
+    model: nn.Module, groups: Sequence[ParameterGroup]
+) -> list[tuple[ParameterGroup, list[tuple[str, nn.Parameter]]]]:
     """The groups, and `default` as the last, with the names and parameters that belong to each.
 
     Raises:
@@ -243,7 +245,7 @@ def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, lis
                 where=f"optim.groups, group {group.name!r}",
                 remedy=f"use patterns over the model's parameter names, such as: {names}",
             )
-    rest = Group(name="default", match=["*"])
+    rest = ParameterGroup(name="default", match=["*"])
     return [(by_name.get(name, rest), named) for name, named in members.items()]
 
 

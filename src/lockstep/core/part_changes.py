@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Changes:
+class PartChanges:
     """Compares the optimizer's groups, and on request the weights, with what they were when this was made.
 
     Args:

@@ -14,7 +14,7 @@ from lockstep.core import batch_norm, optimizer_class, plugins, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import TrainingError, UsageError, listed
-from lockstep.core.history import History
+from lockstep.core.history import MetricHistory
 from lockstep.core.optim import build_optimizer
 from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
@@ -233,7 +233,7 @@ def make_schedule(
         if not callable(own):
             what = f"there is no function {config.name.rpartition(':')[2]!r}"
             raise UsageError(what, where=f"schedule.name={config.name}", remedy="correct the name")
-    history = History(config.plateau.metric) if config.plateau is not None else None
+    history = MetricHistory(config.plateau.metric) if config.plateau is not None else None
     made = Schedule(
         total=total,
         steps_per_epoch=steps_per_epoch,

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, PositiveI
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
 from lockstep.core.errors import TrainingError, UsageError
-from lockstep.core.history import History, result_name
+from lockstep.core.history import MetricHistory, result_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -107,7 +107,7 @@ class Schedule(ScheduleConfig):
     """Updates of the warm-up that the training began with, if its share has a different length now."""
     own: Callable[[int], float] | None = None
     """The user's function of the updates, instead of `name`."""
-    history: History | None = None
+    history: MetricHistory | None = None
     """The results that `plateau` follows. They grow with each evaluation."""
 
     @property

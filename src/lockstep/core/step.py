@@ -28,7 +28,7 @@ from lockstep.core.ema import Ema
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import Losses, Strategy, Trial, Waits
+from lockstep.core.parallel.strategy import Losses, Strategy, TrialPass, Waits
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.core.train_metrics import TrainMetrics
@@ -317,7 +317,7 @@ def _sum_units(state: TrainState, micro_batches: Sequence[MicroBatch], names: Se
 def _begin(state: TrainState, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
     """Give all ranks the same buffers, let the strategy warm up, and set the learning rate of the update."""
     ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
-    began = state.strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
+    began = state.strategy.begin_step(TrialPass(lambda: micro_batches[0].batch, state.precision, ignored))
     result.marks += [] if began is None else [began]
     set_lr(state.optimizer, state.schedule(result.step - state.skipped))
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
-from lockstep.core.history import History, result_name
+from lockstep.core.history import MetricHistory, result_name
 
 
 class StopRule(Section):
@@ -71,14 +71,14 @@ class Stopping:
     rule: StopRule | None = None
     max_time_s: float | None = None
     """Seconds of training, over all its starts. None: any time."""
-    history: History | None = None
+    history: MetricHistory | None = None
     """The results that `rule` decides by."""
     earlier_s: float = 0.0
     """Seconds that earlier starts trained until the checkpoint from which this start resumed."""
 
     def __post_init__(self) -> None:
         if self.rule is not None:
-            self.history = History(self.rule.metric)
+            self.history = MetricHistory(self.rule.metric)
 
     def add(self, step: int, results: Mapping[str, float]) -> None:
         """Add the results of an evaluation."""

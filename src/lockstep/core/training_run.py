@@ -226,7 +226,7 @@ def _evaluate(run: Run, viewers: Sequence[Viewer], consensus: StopConsensus) -> 
             forward,
             world=state.world,
             precision=state.precision,
-            viewers=[evaluation_run.Report(write), *viewers],
+            viewers=[evaluation_run.PresenterReport(write), *viewers],
             step=state.step,
             tell=run.tell,
             tick=stop_if_asked,

@@ -69,7 +69,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class History:
+class StartHistory:
     """The past that a decision needs: what earlier starts left behind."""
 
     restarts: int = 0
@@ -94,7 +94,7 @@ class Decision:
     """The next thing to do, and why."""
 
     action: Action
-    history: History
+    history: StartHistory
     text: str = ""
     """For RESTART, the line that reports it; for STOP, the message of `Preempted`."""
     error: LockstepError | None = None
@@ -105,7 +105,7 @@ class Decision:
     """For RESTART: nodes that no longer take part, because the watch found them at fault."""
 
 
-def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
+def decide(ending: Ending, history: StartHistory, max_restarts: int) -> Decision:
     """Decide what follows from an `ending`.
 
     All ranks are restarted after a rank was killed or crashed, up to `max_restarts` times, and after a node was lost or

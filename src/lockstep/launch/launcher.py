@@ -21,7 +21,7 @@ from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.launched import FOLDER, INTERRUPTED, LAUNCHED, RESTARTS, STOP_FILE, tell, write
 from lockstep.core.parallel.signals import ASKING, STOPPED_AT_ONCE, is_another, not_ignored
 from lockstep.launch import warm_process
-from lockstep.launch.decision import Action, Decision, Ending, History, RankFailure, decide
+from lockstep.launch.decision import Action, Decision, Ending, RankFailure, StartHistory, decide
 from lockstep.launch.start import Start, folder_of, on_one_node
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class _Alone:
         self.nproc, self.max_restarts, self.stop = nproc, max_restarts, stop
         if debugging.RANK in os.environ:
             self.max_restarts = 0
-        self.history = History()
+        self.history = StartHistory()
 
     def meet(self, number: int) -> Start:
         self.stop.check()

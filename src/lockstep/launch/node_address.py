@@ -114,7 +114,7 @@ def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-class Clock:
+class ProcessClock:
     """Seconds during which this process ran. Time does not advance while the process is frozen (SIGSTOP).
 
     Otherwise a process that wakes up would consider all others dead.
@@ -146,7 +146,7 @@ class Waiting:
 
     def __init__(self, limit_s: float, where: str, remedy: str) -> None:
         self.limit_s, self.where, self.remedy = limit_s, where, remedy
-        self.clock, self.tell_at = Clock(), _TELL_AFTER_S
+        self.clock, self.tell_at = ProcessClock(), _TELL_AFTER_S
 
     def look(self, what: Callable[[], str]) -> None:
         """Report the wait, if it is time.

@@ -27,7 +27,7 @@ import lockstep
 from lockstep.core.errors import Preempted, RankError, UsageError
 from lockstep.core.parallel.nodes import own_name
 from lockstep.launch import node_address
-from lockstep.launch.node_address import LOOK_S, Clock, Endpoint
+from lockstep.launch.node_address import LOOK_S, Endpoint, ProcessClock
 
 T = TypeVar("T")
 GONE_AFTER = "LOCKSTEP_NODE_TIMEOUT_S"
@@ -41,7 +41,7 @@ _SETTINGS_S = 10.0
 
 
 @dataclass(frozen=True)
-class Nodes:
+class RendezvousParameters:
     """The nodes that make a run."""
 
     least: int
@@ -111,7 +111,7 @@ class BoundedStore:
         """
         future: Future[T] = Future()
         self._jobs.put((future, job))
-        clock, limit_s = Clock(), gone_after_s()
+        clock, limit_s = ProcessClock(), gone_after_s()
         while True:
             try:
                 return future.result(LOOK_S)
@@ -171,7 +171,7 @@ class Pulse:
         self.failed = ""
         """Why the thread has ended."""
         self._beats = 0
-        self._seen, self._silent = 0, Clock()
+        self._seen, self._silent = 0, ProcessClock()
         self._silent_since = 0.0
         self._asked, self._wake, self._closed = "", threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -258,7 +258,7 @@ class Session:
         UsageError: that node was started with different settings, or another program listens there.
     """
 
-    def __init__(self, nodes: Nodes, nproc: int) -> None:
+    def __init__(self, nodes: RendezvousParameters, nproc: int) -> None:
         gone_after_s()  # a wrong value is an error before any wait
         self.nodes, self.endpoint = nodes, nodes.endpoint
         self.name = own_name()
@@ -350,7 +350,7 @@ class Session:
             where="--rendezvous",
             remedy="give a different port; or, if the process is left from an earlier run, end it",
         )
-        clock = Clock()
+        clock = ProcessClock()
         try:
             while not notes.call(lambda store: store.check(["settings"])):
                 if clock.look() > _SETTINGS_S:

@@ -34,10 +34,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lockstep.core.errors import Preempted, RankError, WatchError
 from lockstep.core.parallel.launched import LOST_NODE
 from lockstep.core.parallel.nodes import NODE
-from lockstep.launch.decision import Action, Decision, Ending, History, decide
+from lockstep.launch.decision import Action, Decision, Ending, StartHistory, decide
 from lockstep.launch.launcher import Forwarding, start_until_done
-from lockstep.launch.node_address import LOOK_S, Clock, MissingNodesError, Waiting, is_loopback
-from lockstep.launch.node_session import Member, Nodes, Session, StoreLostError, gone_after_s
+from lockstep.launch.node_address import LOOK_S, MissingNodesError, ProcessClock, Waiting, is_loopback
+from lockstep.launch.node_session import Member, RendezvousParameters, Session, StoreLostError, gone_after_s
 from lockstep.launch.start import Start, free_port
 
 _LAST_CALL_S = 3.0  # once the least number of nodes is there, how long to wait for more
@@ -52,7 +52,7 @@ _LEAVE_S = 10.0  # how long the node with the store waits for the others at the 
 def launch(
     arguments: Sequence[str],
     nproc: int,
-    nodes: Nodes,
+    nodes: RendezvousParameters,
     max_restarts: int = 0,
     *,
     main: Callable[[Sequence[str]], None],
@@ -88,7 +88,7 @@ class SeveralNodes:
 
     def __init__(self, session: Session, max_restarts: int, stop: Forwarding) -> None:
         self.session, self.max_restarts, self.stop = session, max_restarts, stop
-        self.history = History()
+        self.history = StartHistory()
         self.number = 0
         """The start whose ranks are running, or ran last."""
         self.members: list[Member] = []
@@ -150,7 +150,7 @@ class SeveralNodes:
         notes.call(lambda store: store.append(f"{number}/here", f"{own} "))  # type: ignore[attr-defined]
         remedy = "run the same command on the other nodes in this time (--wait-for-nodes SECONDS), or give a smaller "
         waiting = Waiting(nodes.wait_s, "--nnodes", remedy + "number, such as --nnodes 1:4")
-        clock, enough_at = Clock(), float("inf")
+        clock, enough_at = ProcessClock(), float("inf")
         while not notes.call(lambda store: store.check([f"{number}/verdict"])):
             self.session.check()
             here, members, seconds = self._words_in(f"{number}/here"), self._words_in(f"{number}/members"), clock.look()
@@ -181,7 +181,7 @@ class SeveralNodes:
         """
         if self.session.server is None:
             raise self._left_out_error()
-        clock = Clock()
+        clock = ProcessClock()
         while not self.session.notes.call(lambda store: store.check([f"{number}/verdict"])):
             self.session.check()
             _rest(clock.look())
@@ -203,7 +203,7 @@ class SeveralNodes:
 
     def _port_of(self, number: int, rank: int, size: int) -> int | None:
         """The port at which the ranks of a start meet, when all its nodes are ready. None: some came and went."""
-        notes, own, clock = self.session.notes, str(free_port()), Clock()
+        notes, own, clock = self.session.notes, str(free_port()), ProcessClock()
         keys = [f"{number}/ready/{other}" for other in range(size)]
         notes.call(lambda store: store.set(keys[rank], own))
         while not (ready := notes.call(lambda store: store.check(keys))) and clock.look() <= gone_after_s():
@@ -294,7 +294,7 @@ class SeveralNodes:
         if any(failure.exit_code != Preempted.exit_code for failure in own.failures):
             self._set_over()
         notes.call(lambda store: store.set(f"{number}/end/{self.rank}", json.dumps(own.as_dict())))
-        clock, told = Clock(), _TELL_EVERY_S
+        clock, told = ProcessClock(), _TELL_EVERY_S
         while not notes.call(lambda store: store.check([f"{number}/verdict"])):
             self.session.check_store()
             self._tell_of_request()
@@ -344,7 +344,7 @@ class SeveralNodes:
     def _decision_of(self, number: int) -> Decision:
         """The decision that follows from the verdict on a start: the same on all nodes."""
         verdict = json.loads(self.session.notes.call(lambda store: store.get(f"{number}/verdict")))
-        return decide(Ending.of(verdict["ending"]), History(**verdict["history"]), verdict["max_restarts"])
+        return decide(Ending.of(verdict["ending"]), StartHistory(**verdict["history"]), verdict["max_restarts"])
 
     # ---- to leave
 
@@ -363,7 +363,7 @@ class SeveralNodes:
         self.session.close()
 
     def _wait_for_others(self) -> None:
-        notes, clock = self.session.notes, Clock()
+        notes, clock = self.session.notes, ProcessClock()
         left = notes.call(lambda store: store.add(f"{self.number}/left", 1))
         while self.session.server is not None and clock.look() < _LEAVE_S:
             if left >= len(self.members) - len(self.session.pulse.gone()):

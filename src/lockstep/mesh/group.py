@@ -14,7 +14,7 @@ Note = Callable[[str, int], None]
 """Called for a collective: with its name, and the bytes of the whole tensor that each rank has before or after it."""
 
 
-class Group(Protocol):
+class TensorGroup(Protocol):
     """The ranks of a tensor group. Its methods are collectives, and return plain tensors without a graph."""
 
     ranks: int
@@ -31,7 +31,7 @@ class Group(Protocol):
         """The sum over the ranks of this rank's slice, from one slice for each rank: (ranks, *shape)."""
 
 
-class Joined(Group):
+class Joined(TensorGroup):
     """Ranks of a process group."""
 
     def __init__(self, ranks: int, rank: int, group: Any) -> None:
@@ -51,7 +51,7 @@ class Joined(Group):
         return found
 
 
-class Alone(Group):
+class Alone(TensorGroup):
     """The first rank of a group whose other ranks do not exist. Their messages are made up, and passed to `note`."""
 
     rank = 0

@@ -32,7 +32,7 @@ _AT_THE_ENDS = (WORDS_IN, WORDS)  # stay whole if a model's plan cannot shard th
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "heads")
 
 
-class Plan(NamedTuple):
+class ShardingPlan(NamedTuple):
     """The plan of a model."""
 
     styles: dict[str, str]
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     """By name of a module in a block with `sequence_parallel` that works on parts: the block."""
 
 
-def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan:
+def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> ShardingPlan:
     """How `model` is sharded over `ranks` ranks.
 
     Args:
@@ -93,7 +93,7 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
         shown = listed([f"{name} ({what})" for name, what in uneven.items()], _SHOWN)
         remedy = "use a parallel.tensor that divides these numbers, or remove the modules from Task.tensor_plan"
         raise UsageError(f"{shown} cannot be divided by {ranks}", where=f"parallel.tensor={ranks}", remedy=remedy)
-    return Plan(names, notes, tied, _inside(model, names, where))
+    return ShardingPlan(names, notes, tied, _inside(model, names, where))
 
 
 def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:

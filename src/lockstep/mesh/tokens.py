@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from lockstep.core.errors import TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.mesh.group import Group
-from lockstep.mesh.plans import SEES, SEQUENCE, Plan
+from lockstep.mesh.group import TensorGroup
+from lockstep.mesh.plans import SEES, SEQUENCE, ShardingPlan
 
 
 class _Known(NamedTuple):
@@ -41,7 +41,7 @@ class Tokens:
     If the number of tokens does not divide, the last parts are padded, and results for the padding are dropped.
     """
 
-    def __init__(self, name: str, group: Group, last: Last) -> None:
+    def __init__(self, name: str, group: TensorGroup, last: Last) -> None:
         self.name, self.group, self.last = name, group, last
         self.count = 0
         self.entered = torch.Size()  # the shape of the part that the block gets, without its width
@@ -165,7 +165,7 @@ def _rowwise(layer: Any, tokens: Tokens, given: Tensor) -> Any:
     return summed if layer.bias is None else summed + local(layer.bias).to(summed.dtype)
 
 
-def arrange(model: nn.Module, plan: Plan, group: Group) -> None:
+def arrange(model: nn.Module, plan: ShardingPlan, group: TensorGroup) -> None:
     """Make blocks with the style `sequence_parallel` work on parts. The weights of their layers are already sharded."""
     last = Last()
     blocks = {name: Tokens(name, group, last) for name, style in plan.styles.items() if style == SEQUENCE}

@@ -68,7 +68,7 @@ class FlopCount:
         if trainable == self.counted_for:
             return
         self.counted_for, self.per_element = trainable, None
-        strategy, operations = self.strategy, Operations()
+        strategy, operations = self.strategy, FlopCounterMode()
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(restored_generators(self.precision.device))
@@ -107,7 +107,7 @@ class FlopCount:
         return peaks.flops(device_name, "tf32" if number_format == "fp32" and _allows_tf32() else number_format)
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the floating-point operations inside."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ _WAITS = re.compile(r"(cuda|hip)((Stream|Device|Event)Synchronize|Memcpy(ToHost)
 
 
 @dataclass(frozen=True)
-class Window:
+class ProfileWindow:
     """The steps to profile."""
 
     first: int | None
@@ -40,7 +40,7 @@ class Window:
         return step + _WARM_UP + 1 if self.first is None else self.first
 
 
-def parse(text: str) -> Window:
+def parse(text: str) -> ProfileWindow:
     """`5-10`: steps 5 to 10. `6`: six steps, after the first five steps of this start.
 
     Raises:
@@ -50,9 +50,9 @@ def parse(text: str) -> Window:
     if match is not None:
         first, last = match[1] and int(match[1]), int(match[2])
         if not first:
-            return Window(None, last)
+            return ProfileWindow(None, last)
         if first <= last:
-            return Window(first, last - first + 1)
+            return ProfileWindow(first, last - first + 1)
     remedy = "write two steps, such as 5-10, or a number of steps, such as 6"
     raise UsageError(f"{text!r} does not name steps", where="--profile", remedy=remedy)
 
@@ -67,7 +67,7 @@ class Profiler(BuiltInPart):
         window: the steps.
     """
 
-    def __init__(self, window: Window, run: Run) -> None:
+    def __init__(self, window: ProfileWindow, run: Run) -> None:
         from lockstep.core import devices  # which imports torch
 
         self.state, self.stop, self.tell = run.state, run.stop, run.tell
@@ -163,7 +163,7 @@ class Profiler(BuiltInPart):
 
 
 @dataclass(frozen=True)
-class Row:
+class OperationTotals:
     """An operation: all its calls together."""
 
     name: str
@@ -176,23 +176,25 @@ class Row:
     """Of the time of all operations: on the device if it has any, otherwise on the host."""
 
 
-def slowest(averages: Sequence[Any]) -> list[Row]:
+def slowest(averages: Sequence[Any]) -> list[OperationTotals]:
     """The operations with the most self time, from `torch.profiler.profile.key_averages`."""
     rows = [
-        Row(event.key, event.count, event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3, 0.0)
+        OperationTotals(
+            event.key, event.count, event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3, 0.0
+        )
         for event in averages
         if not event.key.startswith(_STEP) and event.device_type.name == "CPU"  # kernels are with their operations
     ]
     on_device = any(row.device_ms for row in rows)
 
-    def time(row: Row) -> float:
+    def time(row: OperationTotals) -> float:
         return row.device_ms if on_device else row.host_ms
 
     total = sum(map(time, rows)) or 1.0
     return [replace(row, share=time(row) / total) for row in sorted(rows, key=time, reverse=True)[:_SLOWEST]]
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _table(rows: Sequence[OperationTotals]) -> list[str]:
     width = max([len(row.name) for row in rows] + [9])
     lines = [f"{'operation':<{width}}  {'calls':>7}  {'host ms':>10}  {'device ms':>10}  {'share':>6}"]
     lines += [

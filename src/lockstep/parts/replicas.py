@@ -50,7 +50,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
     }
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """A tensor with rows that ranks hold with different values."""
 
     name: str
@@ -60,7 +60,7 @@ class Difference(NamedTuple):
     """The ranks that differ, in words."""
 
 
-def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[Difference]:
+def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[ReplicaDifference]:
     """The tensors with rows that some ranks hold with different values, in the order of the first rank.
 
     Args:
@@ -70,12 +70,12 @@ def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[
     for rank, of_rank in enumerate(by_rank):
         for name, (start, rows, number) in of_rank.items():
             held.setdefault((name, start, rows), {})[rank] = number
-    found: dict[str, Difference] = {}
+    found: dict[str, ReplicaDifference] = {}
     for (name, _, _), numbers in held.items():
         first_rank, first = next(iter(numbers.items()))
         other = next((rank for rank, number in numbers.items() if number != first), None)
         if other is not None:
-            found.setdefault(name, Difference(name, (first_rank, other), who_differs(numbers)))
+            found.setdefault(name, ReplicaDifference(name, (first_rank, other), who_differs(numbers)))
     return list(found.values())
 
 

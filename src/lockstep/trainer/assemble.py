@@ -73,7 +73,7 @@ class Setup:
     fresh: bool = False
     allow_change: Sequence[str] = ()
     quiet: bool = False
-    profile: profiling.Window | None = None
+    profile: profiling.ProfileWindow | None = None
     parts: Sequence[Part] = ()
     by_loop: bool = False
     """True if a `Loop` asks; see `Run.by_loop`."""

@@ -100,7 +100,7 @@ def write(path: Path, predictions: Iterable[Mapping[str, Any]]) -> list[str]:
     return rows.left_out
 
 
-class Rows(Protocol):
+class PredictionRows(Protocol):
     """Receives predictions one by one."""
 
     left_out: list[str]
@@ -119,7 +119,7 @@ class Rows(Protocol):
 
 
 @contextlib.contextmanager
-def opened(path: Path | None) -> Iterator[Rows]:
+def opened(path: Path | None) -> Iterator[PredictionRows]:
     """Yield what writes predictions one by one, as `write` does. None: lines of JSON on stdout.
 
     If `path` is a folder, which is made if necessary, they are written to its `predictions.jsonl`.

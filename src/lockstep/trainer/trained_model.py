@@ -101,7 +101,7 @@ class TrainedModel:
 
         for line in (line for evaluated in sets for line in evaluated.limit()):
             show(line)
-        report = evaluation_run.Report(lambda name, _, text: show(f"{name}:\n{text}" if name else text))
+        report = evaluation_run.PresenterReport(lambda name, _, text: show(f"{name}:\n{text}" if name else text))
         precision = Precision(setup.config.precision, world.device)
         with memory_shortage.noted(setup.run_dir, setup.config, world), strategy.inference() as forward:
             return evaluation_run.evaluate(sets, forward, world=world, precision=precision, viewers=[report], tell=show)

@@ -29,7 +29,7 @@ from lockstep.launch.device_check import judgement as device_check
 from lockstep.launch.device_check import run as device_check_run
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
-from lockstep.launch.preflight.judgement import Finding
+from lockstep.launch.preflight.judgement import PreflightFinding
 from lockstep.parts import profile as profiling
 from lockstep.trainer import assemble, local_ranks, prediction_run, replaying
 from lockstep.trainer.recorder import Recorder
@@ -177,7 +177,7 @@ class Trainer:
             self._model = training.trained  # the recorder has seen the weights, which averages may replace
         return dict(self.results)
 
-    def preflight(self, task: Task | None = None, *, deep: bool = False) -> list[Finding]:
+    def preflight(self, task: Task | None = None, *, deep: bool = False) -> list[PreflightFinding]:
         """Make the checks that `fit` makes before anything expensive, and those that it leaves out on a single node.
 
         Args:

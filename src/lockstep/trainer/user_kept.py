@@ -15,7 +15,7 @@ from lockstep.core.errors import UsageError
 from lockstep.core.part import Part, Training
 
 
-class State(dict[str, Any]):
+class LoopState(dict[str, Any]):
     """`Loop.state`. An object with `state_dict` and `load_state_dict` is saved by these.
 
     When the script assigns it again, under the same name, it gets the state that the checkpoint has.
@@ -62,7 +62,7 @@ def _has_state(value: Any) -> bool:
 
 
 @final
-class Kept(Part):
+class LoopStatePart(Part):
     """Saves `Loop.state`, the schedulers of the optimizer and the learning rates.
 
     Args:
@@ -74,7 +74,7 @@ class Kept(Part):
 
     def __init__(self, optimizer: Optimizer, scheduler: Any) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.state = State()
+        self.state = LoopState()
         self.best: dict[str, float] = {}
         """By file, the best value of `Loop.save(if_best=...)`."""
         self.schedulers: dict[str, Any] = {}

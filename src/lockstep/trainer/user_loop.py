@@ -28,7 +28,7 @@ from lockstep.core.parallel.sharded_tensor import gather_on_rank0
 from lockstep.core.part import Part
 from lockstep.core.step import StepResult
 from lockstep.trainer import assemble, memory_shortage, user_exit, user_trial
-from lockstep.trainer.user_kept import Kept, State, check_scheduler
+from lockstep.trainer.user_kept import LoopState, LoopStatePart, check_scheduler
 from lockstep.trainer.user_loop_task import (
     LoopEvaluation,
     LoopTask,
@@ -152,8 +152,8 @@ class Loop:
             trial.prepare(self._task)
         self._optimizer, self._scheduler = single, scheduler
         self._scheduler_every, self._scheduled = scheduler_every, getattr(scheduler, "last_epoch", None)
-        self._kept = Kept(single, scheduler)
-        self.state: State = self._kept.state
+        self._kept = LoopStatePart(single, scheduler)
+        self.state: LoopState = self._kept.state
         """Yours, saved and restored: numbers, texts, tensors, nested lists and dicts, and objects with `state_dict`.
         Equal on all ranks."""
         self.results: Mapping[str, float] = {}

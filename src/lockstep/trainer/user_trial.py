@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lockstep.trainer.user_loop_task import LoopTask
 
 
-class Trial(ABC):
+class LoopTrial(ABC):
     """A short run of a script in its own folder. It ends the process when the first `Loop` has ended."""
 
     folder: Path
@@ -40,11 +40,11 @@ class Trial(ABC):
         """The loop has ended, or the script has left it. All ranks call it."""
 
 
-_current: Trial | None = None
+_current: LoopTrial | None = None
 _is_taken = False
 
 
-def begin(trial: Trial) -> None:
+def begin(trial: LoopTrial) -> None:
     """Let the next `Loop` of this process take part in `trial`."""
     global _current, _is_taken
     _current, _is_taken = trial, False
@@ -56,7 +56,7 @@ def end() -> None:
     _current = None
 
 
-def take() -> Trial | None:
+def take() -> LoopTrial | None:
     """The trial of a new `Loop`. None: an ordinary run.
 
     Raises:

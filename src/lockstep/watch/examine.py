@@ -19,7 +19,17 @@ from lockstep.watch.evidence import device_name
 from lockstep.watch.gradients import Detail
 from lockstep.watch.state import of_all
 from lockstep.watch.trial import Share, detail, read, trial
-from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, named, same_batch, same_bits, who
+from lockstep.watch.verdict import (
+    Noise,
+    RecomputeFinding,
+    Same,
+    Verdict,
+    first_difference,
+    named,
+    same_batch,
+    same_bits,
+    who,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Dispute:
     other: Detail
 
 
-class Experiments:
+class MicroBatchExperiments:
     """Experiments with a micro-batch. All ranks make the same ones.
 
     Args:
@@ -80,7 +90,7 @@ class Experiments:
             return code
         return judged_device(self.run.world, found, first)
 
-    def _first(self, found: Finding, dispute: Dispute) -> str:
+    def _first(self, found: RecomputeFinding, dispute: Dispute) -> str:
         """The first tensor that differs."""
         for rank in found.ranks:
             pair = self.repeats[rank]
@@ -96,7 +106,7 @@ class Experiments:
         reference = self.repeats[0][0]
         return all(Noise().same(one, reference) for one in (dispute.own, dispute.other) if one.sums)
 
-    def _of_data(self, found: Finding, share: Share) -> Verdict:
+    def _of_data(self, found: RecomputeFinding, share: Share) -> Verdict:
         assert self.micro_batch is not None
         samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 32)}"
         if found.how == "unstable":
@@ -107,7 +117,7 @@ class Experiments:
         more = "" if found.how in ("repeats", "tie") else ", once: read again, they equal those of the other ranks"
         return Verdict("data", found.ranks, f"{named(found.ranks)} read different bytes for {samples}{more}")
 
-    def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
+    def _not_deterministic(self, found: RecomputeFinding, share: Share, first: str) -> Verdict:
         operation = self.unstable_operation(share)
         text = f"{named(found.ranks)} differ from themselves by more than before, first in {operation or first}"
         return Verdict("not deterministic", found.ranks, text, first)
@@ -121,7 +131,7 @@ class Experiments:
         names = of_all(self.run.world, operations.first_difference(once, once))
         return next((name for name in names if name), "")
 
-    def _of_code(self, found: Finding, share: Share, same: Same) -> Verdict | None:
+    def _of_code(self, found: RecomputeFinding, share: Share, same: Same) -> Verdict | None:
         """The verdict if a rank returns its result only because it runs as this rank."""
         for suspect in found.ranks[:2]:
             with posing_as(suspect):
@@ -154,7 +164,7 @@ class Experiments:
         return next((name for name in of_all(self.run.world, operations.first_difference(plain, posing)) if name), "")
 
 
-def judged_device(world: World, found: Finding, first: str) -> Verdict:
+def judged_device(world: World, found: RecomputeFinding, first: str) -> Verdict:
     """The verdict if ranks compute different results from the same inputs. All ranks make the same call.
 
     Args:

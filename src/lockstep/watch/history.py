@@ -16,7 +16,7 @@ _FACTOR = 8.0
 """A number is unusual if it is this many times larger or smaller than the median, and this many deviations away."""
 
 
-class History:
+class FigureHistory:
     """One figure of all ranks at the last checks, such as the norm of a gradient."""
 
     def __init__(self, name: str) -> None:

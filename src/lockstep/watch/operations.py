@@ -18,7 +18,7 @@ _CORE = str(Path(__file__).parents[1] / "core")
 _HERE = str(Path(__file__).parent)
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, every operation of this thread and of its backward passes is recorded, with a digest of its results."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def first_difference(one: Callable[[], object], other: Callable[[], object]) -> 
     """The first operation whose result differs between two passes, as `name at file:line`; empty if none does."""
     records = []
     for call in (one, other):
-        with Operations() as operations:
+        with OperationRecorder() as operations:
             call()
         records.append(operations.found)
     for (name, place, digest), (name2, place2, digest2) in zip(*records, strict=False):

@@ -26,9 +26,9 @@ from lockstep.core.step import TrainState
 from lockstep.core.task import needs_global_batch
 from lockstep.parts.digest import fold
 from lockstep.watch import evidence, exchange
-from lockstep.watch.examine import Dispute, Experiments
+from lockstep.watch.examine import Dispute, MicroBatchExperiments
 from lockstep.watch.gradients import Detail, Seen, bare, digest_of_batch, watched
-from lockstep.watch.history import History
+from lockstep.watch.history import FigureHistory
 from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
@@ -130,7 +130,7 @@ class Watch(BuiltInPart):
         self.pending: _Pending | None = None
         self.checked_at = self.compared_at = -1
         self.tell: Callable[[str], None] = lambda text: None
-        self.histories = (History("loss"), History("gradient's norm"))
+        self.histories = (FigureHistory("loss"), FigureHistory("gradient's norm"))
 
     # ---- events
 
@@ -340,7 +340,7 @@ class Watch(BuiltInPart):
             for buffer, value in pending.buffers:  # as before the step
                 if buffer.shape == value.shape:
                     buffer.data.copy_(value)
-        experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
+        experiments = MicroBatchExperiments(self.run, pending.leaves, pending.micro_batch, self.noise)
         verdict = experiments.verdict(dispute)
         if verdict is not None:
             facts = {"dispute": dispute, "repeats": experiments.repeats}
@@ -359,7 +359,7 @@ class Watch(BuiltInPart):
     def _let_round(self, inside: Inside, pending: _Pending) -> None:
         """From now on, compare results within what rounding explains."""
         self.noise = Noise()
-        experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
+        experiments = MicroBatchExperiments(self.run, pending.leaves, pending.micro_batch, self.noise)
         share = dataclasses.replace(_share(pending), rank=0)
         name = experiments.unstable_operation(share)
         inside.tell(

@@ -18,7 +18,7 @@ from lockstep.core.evaluate import combine
 from lockstep.parts.digest import Digest
 from lockstep.watch import replay, shares
 from lockstep.watch.replay import ReplayedStep
-from lockstep.watch.shares import Part
+from lockstep.watch.shares import StepShare
 
 _SHOWN = 10
 
@@ -37,7 +37,7 @@ class Wants:
 
 
 @dataclass
-class Step:
+class StepReport:
     """A repeated step."""
 
     step: int
@@ -51,14 +51,14 @@ class Step:
 
 
 @dataclass
-class Report:
+class ReplayReport:
     """The repeated steps, and what is known about the last one."""
 
     run: str
     ranks: int
     began_at: int
     """Steps of the checkpoint from which it resumed; 0: from the beginning."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
     coefficients: dict[str, float] = field(default_factory=dict)
     """Factors of the losses by head; 1 for heads that are not here."""
     logged: dict[str, float] = field(default_factory=dict)
@@ -69,14 +69,16 @@ class Report:
     """Of the state after the last step, by kind: model, optimizer, ema. On rank 0."""
     saved: str = ""
     """How this state compares with a checkpoint of the same step; empty: there is none."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StepShare] = field(default_factory=list)
     """The micro-batches of the wanted rank."""
-    samples: list[Part] = field(default_factory=list)
+    samples: list[StepShare] = field(default_factory=list)
     """By loss, the largest first."""
     rank: int | None = None
 
 
-def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]) -> Report:
+def make(
+    run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]
+) -> ReplayReport:
     """Repeat the steps of `run` up to a step. All ranks call it.
 
     Args:
@@ -94,7 +96,7 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
         )
     if run.world.tensor > 1 and (wants.samples or wants.rank is not None):
         run.config.parallel.without_mesh("replay --samples or --rank", "replay on one rank: --nproc 1")
-    report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
+    report = ReplayReport(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
     report.coefficients = dict(run.state.coefficients)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
@@ -128,12 +130,12 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     return report
 
 
-def _step(run: Run, made: ReplayedStep) -> Step:
+def _step(run: Run, made: ReplayedStep) -> StepReport:
     coefficients = run.state.coefficients
     loss = sum(coefficients.get(head, 1.0) * value for head, value in made.loss.items())
     rate = float(run.state.optimizer.param_groups[0]["lr"])
     epoch = made.step / run.plan.steps_per_epoch
-    return Step(made.step, epoch, loss, made.loss, dict(made.result.totals), made.grad_norm, rate)
+    return StepReport(made.step, epoch, loss, made.loss, dict(made.result.totals), made.grad_norm, rate)
 
 
 def _folded(digests: Mapping[str, Digest]) -> Digest:
@@ -190,12 +192,12 @@ def _profiled(run: Run, file: Path | None) -> Generator[None, None, None]:
     recorded.export_chrome_trace(str(name))
 
 
-def _size(part: Part) -> float:
+def _size(part: StepShare) -> float:
     total = sum(part.loss.values())
     return math.inf if math.isnan(total) else total
 
 
-def text(report: Report) -> str:
+def text(report: ReplayReport) -> str:
     """The report for a terminal."""
     lines = ["    step     epoch          units              loss         grad norm           lr"]
     if len(report.steps) > _SHOWN:
@@ -226,7 +228,7 @@ def text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _beside_log(report: Report) -> list[str]:
+def _beside_log(report: ReplayReport) -> list[str]:
     logged, last = report.logged, report.steps[-1]
     if not logged:
         return ["the log has no entry of this step"]
@@ -245,7 +247,7 @@ def _beside_log(report: Report) -> list[str]:
     return [line for line in lines if line]
 
 
-def _mean(window: Sequence[Step], coefficients: Mapping[str, float]) -> float:
+def _mean(window: Sequence[StepReport], coefficients: Mapping[str, float]) -> float:
     """The mean over the units of some steps, by head, and the sum over heads. An optimizer may have no turn in a
     step."""
     sums: dict[str, float] = {}
@@ -267,7 +269,7 @@ def _beside(name: str, again: float | None, logged: float | None) -> str:
     return f"  {name}: {again:.9g}, logged {logged:.9g}: {distance:.1g} apart, relatively"
 
 
-def _parts(parts: Sequence[Part]) -> list[str]:
+def _parts(parts: Sequence[StepShare]) -> list[str]:
     lines = ["              loss         grad norm      units  name"]
     for part in parts:
         loss = sum(part.loss.values()) if part.loss else math.nan
@@ -281,7 +283,7 @@ def _parts(parts: Sequence[Part]) -> list[str]:
     return lines
 
 
-def as_json(report: Report) -> str:
+def as_json(report: ReplayReport) -> str:
     """All numbers of the report."""
     values = asdict(report)
     for part in (*values["parts"], *values["samples"]):

@@ -14,7 +14,7 @@ from lockstep.watch.trial import Share, detail, read
 
 
 @dataclass(frozen=True)
-class Part:
+class StepShare:
     """A part of a step, computed separately."""
 
     name: str
@@ -30,7 +30,7 @@ class Part:
     """Computed, but not counted."""
 
 
-def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[Part]:
+def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[StepShare]:
     """The micro-batches of a rank in the next step, computed with the seeds of that rank. All ranks call it.
 
     Args:
@@ -45,7 +45,7 @@ def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[Part]:
     return found
 
 
-def samples(run: Run, like: MicroBatch) -> list[Part]:
+def samples(run: Run, like: MicroBatch) -> list[StepShare]:
     """The samples of the next step, each computed separately, in evaluation mode. All ranks call it.
 
     Ranks share the work, except for sharded models: all ranks compute each of their samples. In evaluation mode the
@@ -72,20 +72,20 @@ def samples(run: Run, like: MicroBatch) -> list[Part]:
             found[place] = _part(run, name, micro_batch, world.rank, 0)
     finally:
         run.state.forward.train(training)
-    gathered: list[dict[int, Part]] = world.broadcast(world.gather(found))
+    gathered: list[dict[int, StepShare]] = world.broadcast(world.gather(found))
     by_place = {place: part for of_rank in gathered for place, part in of_rank.items()}
     return [by_place[place] for place in sorted(by_place)]
 
 
-def _part(run: Run, name: str, micro_batch: MicroBatch, rank: int, number: int) -> Part:
+def _part(run: Run, name: str, micro_batch: MicroBatch, rank: int, number: int) -> StepShare:
     state = run.state
     units = dict(micro_batch.weights) if micro_batch.weights else {SAMPLES: float(micro_batch.samples)}
     if not any(units.values()):
-        return Part(name, micro_batch.indices, units, {}, 0.0, micro_batch.filler)
+        return StepShare(name, micro_batch.indices, units, {}, 0.0, micro_batch.filler)
     share = Share(rank, state.step, units, number)
     found = detail(state, micro_batch, share, dict(state.strategy.leaves()))
     loss = {head: total / (units.get(head, units.get(SAMPLES)) or math.nan) for head, total in found.losses.items()}
-    return Part(name, micro_batch.indices, units, loss, _norm(found) / run.world.size, micro_batch.filler)
+    return StepShare(name, micro_batch.indices, units, loss, _norm(found) / run.world.size, micro_batch.filler)
 
 
 def _norm(found: Detail) -> float:

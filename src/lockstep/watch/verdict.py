@@ -59,7 +59,7 @@ def blamed_on_parts(verdict: Verdict, writes: Sequence[Mapping[str, str]], parts
 
 
 @dataclass(frozen=True)
-class Finding:
+class RecomputeFinding:
     """Who differs after all ranks have computed the same thing twice again."""
 
     how: Literal["unstable", "repeats", "once", "tie", "nobody"]
@@ -73,7 +73,7 @@ class Finding:
 Same = Callable[[Detail, Detail], bool]
 
 
-def who(pairs: Sequence[tuple[int, Detail]], repeats: Sequence[tuple[Detail, Detail]], same: Same) -> Finding:
+def who(pairs: Sequence[tuple[int, Detail]], repeats: Sequence[tuple[Detail, Detail]], same: Same) -> RecomputeFinding:
     """Find the ranks that differ.
 
     Args:
@@ -93,13 +93,15 @@ def who(pairs: Sequence[tuple[int, Detail]], repeats: Sequence[tuple[Detail, Det
                 group.append(rank)
     most = max(groups, key=len, default=[])
     if 2 * len(most) <= world:
-        return Finding("unstable", tuple(unstable)) if unstable else Finding("tie", tuple(range(world)))
+        return (
+            RecomputeFinding("unstable", tuple(unstable)) if unstable else RecomputeFinding("tie", tuple(range(world)))
+        )
     reference = repeats[most[0]][0]
     others = tuple(rank for rank in range(world) if rank not in most)
     if others:
-        return Finding("unstable" if set(others) <= set(unstable) else "repeats", others, reference)
+        return RecomputeFinding("unstable" if set(others) <= set(unstable) else "repeats", others, reference)
     guilty = tuple(dict.fromkeys(rank for rank, found in pairs if not same(found, reference)))
-    return Finding("once" if guilty else "nobody", guilty, reference)
+    return RecomputeFinding("once" if guilty else "nobody", guilty, reference)
 
 
 def same_bits(one: Detail, other: Detail) -> bool:

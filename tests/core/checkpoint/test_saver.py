@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.core.checkpoint import files, store
-from lockstep.core.checkpoint.host_buffers import Block, pack
+from lockstep.core.checkpoint.host_buffers import MemoryBlock, pack
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.errors import CheckpointError
@@ -214,7 +214,7 @@ def test_page_locked_memory_is_hardly_more_than_a_state_of_many_tensors(sizes, i
     each = sum(2 ** (size - 1).bit_length() for size in sizes.values() if size)  # a buffer for each tensor
     assert taken <= max(each, 64)
     assert taken <= 1.01 * total or not is_spread
-    (whole,) = pack(sizes, powers_of_two=False) or [Block(0, {})]
+    (whole,) = pack(sizes, powers_of_two=False) or [MemoryBlock(0, {})]
     assert total <= whole.size <= total + 64 * len(sizes)
 
 

@@ -265,6 +265,7 @@ def test_a_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path):
         gc.enable()
 
 
+@pytest.mark.cases("True")
 @pytest.mark.parametrize("training", [True, False])
 def test_workers_of_a_training_stay_and_those_of_an_evaluation_end_with_it(training):
     task = own_tasks.Plain(24)

@@ -101,6 +101,7 @@ def trained(name, workers=0):
         return (folder / "train.log").read_text() if rank() == 0 else ""
 
 
+@pytest.mark.cases("length", "eval", "prepare", "rank")
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -128,6 +129,7 @@ def test_three_ranks_and_loader_workers():
     assert "sample 0 of ranks 1, 2 is not that of rank 0" in found[0]
 
 
+@pytest.mark.cases("seeded")
 @pytest.mark.parametrize("name", ["seeded", "same"])
 def test_samples_that_draw_under_the_seed_of_the_sample_are_the_same(name):
     log = run_ranks(2, trained, name)[0]

@@ -113,6 +113,7 @@ def test_what_holds_no_tensor_is_not_copied():
     assert map_tensors(value, twice) is value
 
 
+@pytest.mark.exhaustive  # as test_objects_on_their_way_to_the_device_stay_what_they_are
 def test_encodings_and_outputs_of_hugging_face_models_keep_their_types():
     from transformers import BatchEncoding
     from transformers.modeling_outputs import SequenceClassifierOutput
@@ -232,6 +233,7 @@ def run_ahead(device, micro):
     return [one.name for one in device.log]
 
 
+@pytest.mark.cases("8")
 @pytest.mark.parametrize("micro", [8, 2])
 def test_host_is_at_most_three_passes_ahead_of_the_device(micro):
     """It waits for events, of batches that lie behind, and never for a whole queue."""

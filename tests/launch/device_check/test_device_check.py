@@ -10,7 +10,7 @@ from lockstep.cli import application as cli
 from lockstep.cli.preflight import table
 from lockstep.core.parallel.world import World
 from lockstep.launch.device_check import cases, exchanges, judgement, memory, run
-from lockstep.launch.device_check.run import Report, Tally
+from lockstep.launch.device_check.run import DeviceReport, Tally
 from tests.launch.device_check import faulty
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -116,7 +116,7 @@ def test_a_low_bit_that_is_always_wrong_shows_in_the_comparison_of_ranks():
 
 
 def report(rank, kind="a", **tallies):
-    return Report(rank, f"node{rank}", "cpu", kind, tallies)
+    return DeviceReport(rank, f"node{rank}", "cpu", kind, tallies)
 
 
 def test_devices_of_another_kind_may_have_other_bits():

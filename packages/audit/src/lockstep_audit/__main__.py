@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_audit import words
-from lockstep_audit.judge import USAGE, Verdict, judge_here
+from lockstep_audit.judge import USAGE, AuditVerdict, judge_here
 from lockstep_audit.observe import boot, places
 from lockstep_audit.observe.recorder import recorder
 from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
             return status
         recorder.end()
         verdict = judge_here(folder, settings or Settings())
-        return status if verdict in (Verdict.CLEAN, Verdict.FAILED) else verdict.exit_code
+        return status if verdict in (AuditVerdict.CLEAN, AuditVerdict.FAILED) else verdict.exit_code
 
     boot.on_leave.append(report)
     try:

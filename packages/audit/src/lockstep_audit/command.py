@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep_audit import __version__, words
-from lockstep_audit.errors import UsageError
+from lockstep_audit.errors import AuditUsageError
 from lockstep_audit.findings import Rule
 from lockstep_audit.judge import CLEAN, USAGE, judge
 from lockstep_audit.report.formats import page
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit"
         if unknown:
             raise _no_such_option(unknown[0], target, name)
         return _run(options, target)
-    except UsageError as error:
+    except AuditUsageError as error:
         print(traceback.format_exc() if options.debug else f"error: {error}", file=sys.stderr, flush=True)
         return USAGE
     except KeyboardInterrupt:
@@ -60,16 +60,16 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit"
 
 def _rule(id: str) -> Rule:
     if id.upper() not in BY_ID:
-        raise UsageError(f"there is no rule {id}", where="--explain", remedy=f"there are: {', '.join(BY_ID)}")
+        raise AuditUsageError(f"there is no rule {id}", where="--explain", remedy=f"there are: {', '.join(BY_ID)}")
     return BY_ID[id.upper()]
 
 
-def _no_such_option(word: str, target: Sequence[str], name: str) -> UsageError:
+def _no_such_option(word: str, target: Sequence[str], name: str) -> AuditUsageError:
     option, _, value = word.partition("=")
     given = value or next(iter(target), "")
     is_nproc = option.strip("-").replace("-", "_") in _RANKS
     remedy = f"write --nproc {given}" if is_nproc else f"give it after the script: {name} train.py {option} {given}"
-    return UsageError(f"{name} has no such option", where=option, remedy=remedy.rstrip())
+    return AuditUsageError(f"{name} has no such option", where=option, remedy=remedy.rstrip())
 
 
 def _run(options: argparse.Namespace, target: list[str]) -> int:
@@ -99,21 +99,21 @@ def _check(settings: Settings, *, force: bool) -> None:
     """Look at files before the script runs.
 
     Raises:
-        UsageError: a file to write is there or has no folder, or one to read is not there.
+        AuditUsageError: a file to write is there or has no folder, or one to read is not there.
     """
     for path in (settings.output, settings.write_baseline):
         if path is not None and path.is_dir():
-            raise UsageError("is a folder", where=str(path), remedy="give a file")
+            raise AuditUsageError("is a folder", where=str(path), remedy="give a file")
         if path is not None and not path.absolute().parent.is_dir():
             remedy = f"make {path.parent}, or give another place"
-            raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
+            raise AuditUsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
         if path is not None and path.exists() and not force:
             remedy = "give --force to replace the file, or another place"
-            raise UsageError("exists: it is not overwritten", where=str(path), remedy=remedy)
+            raise AuditUsageError("exists: it is not overwritten", where=str(path), remedy=remedy)
     for path in (settings.baseline, settings.previous):
         if path is not None and not path.exists():
             remedy = "--write-baseline FILE writes a baseline, and --folder DIR keeps the events of a run"
-            raise UsageError("is not there", where=str(path), remedy=remedy)
+            raise AuditUsageError("is not there", where=str(path), remedy=remedy)
 
 
 def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:

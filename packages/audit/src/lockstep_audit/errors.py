@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 
-class UsageError(Exception):
+class AuditUsageError(Exception):
     """A wrong option, file or folder.
 
     Args:

@@ -356,14 +356,14 @@ def blocked_in(stack: list[list[Any]], at: list[Any] | None) -> str | None:
     return next((name.replace("/", ".") for name in outer), None)
 
 
-class History:
+class EventHistory:
     """The events of a run of a script, with the queries that rules need.
 
     Args:
         previous: an earlier run that this run resumes.
     """
 
-    def __init__(self, events: Iterable[Event], previous: History | None = None) -> None:
+    def __init__(self, events: Iterable[Event], previous: EventHistory | None = None) -> None:
         self.events, self.previous = list(events), previous
         self.ranks = sorted({event["rank"] for event in self.events})
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lockstep_audit.events import History
+from lockstep_audit.events import EventHistory
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of the script, as events have it."""
 
     file: str
@@ -25,7 +25,7 @@ class Finding:
     """
 
     rule: str
-    where: Place | None
+    where: SourceLine | None
     evidence: str
     cause: str | None
     remedy: str
@@ -47,4 +47,4 @@ class Rule:
     """same-data: the name of its documentation page."""
     title: str
     severity: Literal["error", "warning"]
-    check: Callable[[History], Iterable[Finding] | str]
+    check: Callable[[EventHistory], Iterable[Finding] | str]

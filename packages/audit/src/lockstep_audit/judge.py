@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from lockstep_audit import events
-from lockstep_audit.errors import UsageError
-from lockstep_audit.events import History
+from lockstep_audit.errors import AuditUsageError
+from lockstep_audit.events import EventHistory
 from lockstep_audit.report import formats
 from lockstep_audit.report.outcome import HANGS, Outcome, outcome, write_baseline
 from lockstep_audit.rules.waiting import stuck
@@ -19,7 +19,7 @@ CLEAN, FAILED, USAGE, FINDINGS = range(4)
 """Exit codes: the same rule as for all commands of Lockstep."""
 
 
-class Verdict(enum.Enum):
+class AuditVerdict(enum.Enum):
     """What an audit ends with, and its exit code."""
 
     CLEAN = "clean"
@@ -33,7 +33,7 @@ class Verdict(enum.Enum):
     @property
     def exit_code(self) -> int:
         """A fault that was found is 3, and what shows nothing is a failure."""
-        codes = {Verdict.CLEAN: CLEAN, Verdict.FINDINGS: FINDINGS, Verdict.HANG: FINDINGS}
+        codes = {AuditVerdict.CLEAN: CLEAN, AuditVerdict.FINDINGS: FINDINGS, AuditVerdict.HANG: FINDINGS}
         return codes.get(self, FAILED)
 
 
@@ -41,7 +41,7 @@ _WAIT_S = 10.0
 _LOOK_S = 0.1
 
 
-def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
+def judge(folder: Path, settings: Settings, *, failed: bool = False) -> AuditVerdict:
     """Judge the events in a folder and write the report.
 
     Args:
@@ -51,10 +51,10 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
         what was found, with the exit code of the command.
 
     Raises:
-        UsageError: the events or the baseline are missing.
+        AuditUsageError: the events or the baseline are missing.
     """
     previous = _read(settings.previous) if settings.previous else None
-    history = History(_read(folder).events, previous)
+    history = EventHistory(_read(folder).events, previous)
     found = outcome(history, settings.baseline)
     if len(history.ranks) < 2 and not any((event.get("world_size") or 1) > 1 for event in history.of("start")):
         many = len(found.not_exercised)
@@ -62,7 +62,7 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
     if settings.write_baseline:
         write_baseline(settings.write_baseline, found.findings)
     verdict = verdict_on(history, found, settings, failed)
-    if verdict is Verdict.INCONCLUSIVE:
+    if verdict is AuditVerdict.INCONCLUSIVE:
         found.notes.append("inconclusive: no rank stepped a torch optimizer")
     others = {"sarif": formats.sarif, "github": formats.github}
     code, is_text = verdict.exit_code, settings.format == "text"
@@ -76,10 +76,10 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
     return verdict
 
 
-def _read(folder: Path) -> History:
-    found = History(events.read(folder))
+def _read(folder: Path) -> EventHistory:
+    found = EventHistory(events.read(folder))
     if not found.events:
-        raise UsageError(
+        raise AuditUsageError(
             "contains no events of an audit",
             where=str(folder),
             remedy="name a folder that `lockstep-audit --folder` wrote; a script without torch writes no events",
@@ -87,25 +87,25 @@ def _read(folder: Path) -> History:
     return found
 
 
-def verdict_on(history: History, found: Outcome, settings: Settings, failed: bool = False) -> Verdict:
+def verdict_on(history: EventHistory, found: Outcome, settings: Settings, failed: bool = False) -> AuditVerdict:
     """The verdict: a hang and findings come before the failure of the script, which they explain."""
     if stuck(history) and any(finding.rule in HANGS for finding in found.findings):
-        return Verdict.HANG
+        return AuditVerdict.HANG
     if found.of("error") or (settings.strict and found.findings):
-        return Verdict.FINDINGS
+        return AuditVerdict.FINDINGS
     if failed or any(event.get("code") or event.get("error") for event in history.of("exit")):
-        return Verdict.FAILED
-    return Verdict.CLEAN if any(history.of("step")) else Verdict.INCONCLUSIVE
+        return AuditVerdict.FAILED
+    return AuditVerdict.CLEAN if any(history.of("step")) else AuditVerdict.INCONCLUSIVE
 
 
-def judge_here(folder: Path, settings: Settings) -> Verdict:
+def judge_here(folder: Path, settings: Settings) -> AuditVerdict:
     """`judge` in the first rank of a foreign launcher, once the other ranks have ended.
 
     It reads files and runs no collective. Ranks that have not ended after 10 s are judged by what they wrote.
     """
     end = time.monotonic() + _WAIT_S
     while time.monotonic() < end:
-        history = History(events.read(folder))
+        history = EventHistory(events.read(folder))
         world = max((event.get("world_size") or 1 for event in history.of("start")), default=1)
         if len({event["rank"] for event in history.of("exit")}) >= world - 1:
             break

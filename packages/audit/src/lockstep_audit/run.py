@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_audit import events, sessions
-from lockstep_audit.errors import UsageError
-from lockstep_audit.events import History
-from lockstep_audit.judge import FAILED, Verdict, judge
+from lockstep_audit.errors import AuditUsageError
+from lockstep_audit.events import EventHistory
+from lockstep_audit.judge import FAILED, AuditVerdict, judge
 from lockstep_audit.rules.waiting import stuck
 from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 
@@ -48,22 +48,24 @@ def run(
         probe: whether samples of data sets are read on all ranks at the end and compared.
 
     Returns:
-        the exit code: see `judge.Verdict`.
+        the exit code: see `judge.AuditVerdict`.
 
     Raises:
-        UsageError: the script or the folder is not usable.
+        AuditUsageError: the script or the folder is not usable.
     """
     if not target or (target[0] == "-m" and len(target) < 2):
-        raise UsageError(
+        raise AuditUsageError(
             "no script was given", remedy="lockstep-audit --nproc 2 train.py, or -m module instead of train.py"
         )
     if target[0].endswith(".ipynb"):
-        raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
+        raise AuditUsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0].startswith("-") and target[0] != "-m":
         remedy = "lockstep-audit --help lists its options; put the script's options after the script"
-        raise UsageError("lockstep-audit has no such option", where=target[0], remedy=remedy)
+        raise AuditUsageError("lockstep-audit has no such option", where=target[0], remedy=remedy)
     if target[0] != "-m" and not Path(target[0]).is_file():
-        raise UsageError("is not a file", where=target[0], remedy="give the script, or -m MODULE, then its own options")
+        raise AuditUsageError(
+            "is not a file", where=target[0], remedy="give the script, or -m MODULE, then its own options"
+        )
     with _folder(folder) as place:
         options = ["--folder", str(place), "--every", str(every), "--patience", str(patience)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
@@ -105,7 +107,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
             yield Path(made)
         return
     if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise UsageError("is not an empty folder", where=str(given), remedy="give --folder a new or empty folder")
+        raise AuditUsageError("is not an empty folder", where=str(given), remedy="give --folder a new or empty folder")
     given.mkdir(parents=True, exist_ok=True)
     yield given.resolve()
 
@@ -140,7 +142,7 @@ class _Tails:
                 with contextlib.suppress(ValueError):
                     self._events.setdefault(path.name, []).append(json.loads(line))
             del self._events.setdefault(path.name, [])[:-50]
-        history = History(event for each in self._events.values() for event in each)
+        history = EventHistory(event for each in self._events.values() for event in each)
         waiting = stuck(history)
         gone = {event["rank"] for event in history.of("exit")}
         if len(set(waiting) | gone) < max(nproc, len(history.ranks)):
@@ -173,10 +175,10 @@ def _children(parent: int) -> list[int]:
     return found
 
 
-def _tell_stacks(folder: Path, verdict: Verdict) -> None:
+def _tell_stacks(folder: Path, verdict: AuditVerdict) -> None:
     """After a hang, where each rank was."""
-    if verdict is Verdict.HANG:
-        for rank, event in sorted(stuck(History(events.read(folder))).items()):
+    if verdict is AuditVerdict.HANG:
+        for rank, event in sorted(stuck(EventHistory(events.read(folder))).items()):
             frames: list[Any] = next(iter((event.get("stacks") or {}).values()), [])
             words = " < ".join(f"{os.path.basename(file)}:{row} {function}" for file, row, function in frames[:4])
             print(f"  rank {rank} was in {event.get('blocked_in') or 'Python'}: {words}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from lockstep.core.config.sections import RunConfig
-from lockstep_lab.plan.inputs import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment, World
+from lockstep_lab.plan.inputs import Affine, Machines, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment
 
 
 def config(samples=8, **sections):
@@ -53,7 +53,7 @@ def written_facts(parameters=None, *, blocks=2, activations=1e6, global_batch=64
 
 def world(gpus=8, memory=80e9, **other):
     options = {"gpus_per_node": min(gpus, 8), "memory_bytes": None if memory is None else int(memory)}
-    return World(gpus=gpus, **{**options, **other})
+    return Machines(gpus=gpus, **{**options, **other})
 
 
 class Mlp(Task):

@@ -4,14 +4,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep_lab.plan.chart import Bar, gb, svg
+from lockstep_lab.plan.chart import MemoryBar, gb, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 GB = 10**9
 
 
 def bar(name="ddp, fp32", fits=True, **parts):
-    return Bar(name=name, parts={part: int(size * GB) for part, size in parts.items()}, fits=fits, detail="of 4")
+    return MemoryBar(name=name, parts={part: int(size * GB) for part, size in parts.items()}, fits=fits, detail="of 4")
 
 
 def drawn(bars, limit=80 * GB, **options):

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.core.errors import UsageError
 from lockstep_lab.plan.estimate import _sharded_moment, _sizes, estimate
-from lockstep_lab.plan.inputs import OptimizerFacts, ParameterFacts, Segment, Setting, World
+from lockstep_lab.plan.inputs import Machines, OptimizerFacts, ParameterFacts, Segment, Setting
 from packages.lab.tests.plan.cases import adam_parameter, world, written_facts
 
 BLOCK, ROOT = 40 * 20 * 4, 40 * 2 * 4  # bytes of the parameters of a block, and of the root
@@ -174,7 +174,7 @@ def test_times():
 
 
 def test_between_nodes_the_network_counts():
-    two = World(16, 8, link_bytes_per_second=1e4, network_bytes_per_second=1e3)
+    two = Machines(16, 8, link_bytes_per_second=1e4, network_bytes_per_second=1e3)
     found = estimate(written_facts(), Setting(two, "hybrid", "fp32", 4)).communication
     inside = found.sent_bytes["all_gather"] + found.sent_bytes["reduce_scatter"]
     assert found.seconds == pytest.approx(inside / 1e4 + found.sent_bytes["all_reduce"] / 1e3)

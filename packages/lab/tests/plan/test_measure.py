@@ -17,7 +17,7 @@ from lockstep.core.errors import TrainingError
 from lockstep.core.step import train_step
 from lockstep.parts.flops import FlopCount
 from lockstep_lab.plan.inputs import Affine, Setting
-from lockstep_lab.plan.measure import Difference, Measured, _kept, compare, measure, setting_of, text
+from lockstep_lab.plan.measure import EstimateDifference, Measured, _kept, compare, measure, setting_of, text
 from packages.lab.tests.plan.cases import world, written_facts
 from tests.ranks import run_ranks
 
@@ -209,11 +209,11 @@ def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     setting = setting_of(settings, FOUND, 0.4)
     assert setting.world.peak_flops == {"bf16": 989.4e12}
     assert (setting.micro_batch, setting.accumulate, setting.effective_batch) == (8, 2, 32)
-    rows = [Difference("peak", 5.4e9, 6e9, "bytes"), Difference("activations", None, 1e9, "bytes")]
+    rows = [EstimateDifference("peak", 5.4e9, 6e9, "bytes"), EstimateDifference("activations", None, 1e9, "bytes")]
     said = text(rows, FOUND, setting.world.peak_flops)
     assert "-10.0%" in said
     assert "buffers inside operators" in said
-    near = [rows[0]._replace(estimated=5.9e9), Difference("operations of a sample", 2, 1, "flops")]
+    near = [rows[0]._replace(estimated=5.9e9), EstimateDifference("operations of a sample", 2, 1, "flops")]
     assert "buffers inside" not in text(near, FOUND)
     assert "the measured samples were shorter" in text(near, FOUND)
     assert "not known" in said

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lockstep.cli import application as cli
 from lockstep.configs import config_file
 from lockstep_lab.plan import command, show
-from lockstep_lab.plan.inputs import World
+from lockstep_lab.plan.inputs import Machines
 from tests.selection import mainly
 
 RUN = CliRunner()
@@ -163,14 +163,14 @@ def test_bad_input_is_an_error_with_a_remedy(arguments, words):
 
 def test_a_plan_without_times_has_no_columns_for_them():
     config = config_file.load("toy", [])
-    text = show.text(command.plan_of(config, World(1, 1, memory_bytes=10**9), precisions=("fp32",)))
+    text = show.text(command.plan_of(config, Machines(1, 1, memory_bytes=10**9), precisions=("fp32",)))
     assert "step, s" not in text
     assert "nothing is simpler" in text
 
 
 def test_keys_switch_off_what_the_recommended_option_does_without():
     config = config_file.load("digits", ["compute.activation_checkpointing=true", "parallel.cpu_offload=true"])
-    plan = command.plan_of(config, World(2, 2, memory_bytes=10**9), precisions=("fp32",))
+    plan = command.plan_of(config, Machines(2, 2, memory_bytes=10**9), precisions=("fp32",))
     assert plan.recommended.name == "ddp, fp32"
     assert plan.keys[-2:] == ["parallel.cpu_offload=false", "compute.activation_checkpointing=false"]
 
@@ -178,7 +178,7 @@ def test_keys_switch_off_what_the_recommended_option_does_without():
 def test_no_figure_of_the_table_is_cut():
     config = config_file.load("digits", [])
     times = {"peak_flops": {"fp32": 7e13, "bf16": 1e15}, "link_bytes_per_second": 4.5e11}
-    text = show.text(command.plan_of(config, World(8, 8, memory_bytes=80 * 10**9, **times)), width=80)
+    text = show.text(command.plan_of(config, Machines(8, 8, memory_bytes=80 * 10**9, **times)), width=80)
     assert "step, s" in text
     assert "…" not in text
 
@@ -186,7 +186,9 @@ def test_no_figure_of_the_table_is_cut():
 def test_the_recommended_keys_can_be_given_to_a_config_with_a_batch_per_rank(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     target, overrides = f"{tmp_path / 'mine.py'}:Mine", ["batch.per_rank=4", "batch.accumulate=2"]
-    found = command.plan_of(config_file.load(target, overrides), World(2, 2, memory_bytes=10**9), precisions=["fp32"])
+    found = command.plan_of(
+        config_file.load(target, overrides), Machines(2, 2, memory_bytes=10**9), precisions=["fp32"]
+    )
     batch = config_file.load(target, [*overrides, *found.keys]).batch
     assert (batch.global_, batch.micro) == (16, 8)
 
@@ -194,7 +196,7 @@ def test_the_recommended_keys_can_be_given_to_a_config_with_a_batch_per_rank(tmp
 def test_gpus_without_samples_are_named(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
     config = config_file.load(f"{tmp_path / 'mine.py'}:Mine", ["batch.global=3"])
-    found = command.plan_of(config, World(4, 4, memory_bytes=10**9), precisions=["fp32"])
+    found = command.plan_of(config, Machines(4, 4, memory_bytes=10**9), precisions=["fp32"])
     assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them never get a sample")
     large = replace(found.facts, global_batch=21)  # of 20 samples
     assert "batch.global=21 exceeds the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep_lab.report import charts
-from lockstep_lab.report.metrics_file import Metrics, Series
+from lockstep_lab.report.metrics_file import LoggedMetrics, Series
 
 
 def series(values, steps=None):
@@ -14,7 +14,7 @@ def series(values, steps=None):
 
 
 def metrics(**values):
-    return Metrics({name: one if isinstance(one, Series) else series(one) for name, one in values.items()})
+    return LoggedMetrics({name: one if isinstance(one, Series) else series(one) for name, one in values.items()})
 
 
 def titles(names, sets=()):
@@ -142,7 +142,7 @@ def test_the_data_are_strict_json_and_lines_with_the_same_steps_share_them():
 def test_many_entries_of_forty_lines_stay_small():
     steps = np.arange(1.0, 100_001)
     values = np.random.default_rng(0).normal(size=len(steps))
-    many = Metrics({f"my/value{number}": Series(steps, values) for number in range(40)})
+    many = LoggedMetrics({f"my/value{number}": Series(steps, values) for number in range(40)})
     shown = charts.of_run(many)
     assert len(json.dumps(charts.data(shown))) < 3_000_000
     assert all(chart.thinned for chart in shown)

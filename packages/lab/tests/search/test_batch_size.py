@@ -11,11 +11,11 @@ from lockstep.cli.application import app
 from lockstep.configs import config_file
 from lockstep.core.errors import TrainingError, UsageError
 from lockstep_lab.search import batch_size
-from lockstep_lab.search.batch_size import Tried
+from lockstep_lab.search.batch_size import BatchSizeResult
 
 
 def up_to(limit, per_s=lambda size: float(size)):
-    return lambda size: Tried(size, size <= limit, per_s(size), 10 * size)
+    return lambda size: BatchSizeResult(size, size <= limit, per_s(size), 10 * size)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 64, 100, 4096])
@@ -84,7 +84,7 @@ def test_an_attempt_is_judged_by_its_end_and_its_peak(tmp_path):
         return batch_size._judged(8, 64, CompletedProcess([], code, "", errors), file, memory)
 
     file.write_text(json.dumps({"measured": {"peak_bytes": 1000, "step_seconds": 0.5}}))
-    assert judged(0) == Tried(8, True, 128.0, 1000)
+    assert judged(0) == BatchSizeResult(8, True, 128.0, 1000)
     assert not judged(0, memory=999).fits
     assert judged(0, memory=1000).fits
     assert not judged(1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB").fits

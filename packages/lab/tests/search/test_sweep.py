@@ -73,7 +73,7 @@ class Run:
         self.begun, self.lines, self.most, self.preset = [], [], 0, None
 
     def order(self, trials=12, parallel=1):
-        return sweep.Order(
+        return sweep.SweepRequest(
             "digits", self.overrides, self.config, self.grid, self.folder, trials, parallel, preset=self.preset
         )
 

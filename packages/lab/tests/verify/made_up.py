@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lockstep.configs import config_file
 from lockstep_lab.verify import worker_functions
-from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.task_probe import TaskProbe
 from lockstep_lab.verify.worker_functions import Answer
@@ -29,7 +29,7 @@ class GivenAnswers:
         return self.answers
 
 
-class MadeUpExperiments(Experiments):
+class MadeUpExperiments(ExperimentRunner):
     """Experiments of which some have given answers, by name. The workers make the others."""
 
     answers = None

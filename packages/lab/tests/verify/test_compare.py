@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep_lab.verify.compare import (
-    Difference,
+    TrainingDifference,
     _norm_of_difference,
     curve_difference,
     difference,
@@ -22,7 +22,7 @@ from tests.core.checkpoint.cases import commit
 from tests.own_tasks import Masked
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
-NO_NOISE = Difference(0.0, "", 0.0)
+NO_NOISE = TrainingDifference(0.0, "", 0.0)
 
 
 def read(state):
@@ -183,8 +183,8 @@ def test_a_loss_that_is_not_finite_is_the_first_step_apart():
 
 
 def test_the_bound_is_thirty_times_the_noise_and_never_below_random_rounding():
-    assert rounding_bound(Difference(1e-6, "a", 0.0), epsilon=1e-16, steps=4) == pytest.approx(3e-5)
-    assert rounding_bound(Difference(0.0, "a", 1e-6), epsilon=1e-16, steps=4) == pytest.approx(3e-5)
+    assert rounding_bound(TrainingDifference(1e-6, "a", 0.0), epsilon=1e-16, steps=4) == pytest.approx(3e-5)
+    assert rounding_bound(TrainingDifference(0.0, "a", 1e-6), epsilon=1e-16, steps=4) == pytest.approx(3e-5)
     assert rounding_bound(NO_NOISE, epsilon=1e-7, steps=4) == pytest.approx(6e-6)
     assert rounding_bound(NO_NOISE, epsilon=1e-7, steps=400) == pytest.approx(6e-5)
     assert rounding_bound(dataclasses.replace(NO_NOISE, missing=("a",)), epsilon=1e-7, steps=4) == math.inf

@@ -20,7 +20,7 @@ from lockstep.core.data.order import permute
 from lockstep.core.foreign_task import with_implied
 from lockstep.trainer import foreign
 from lockstep_lab.plan import command
-from lockstep_lab.plan.inputs import World
+from lockstep_lab.plan.inputs import Machines
 from lockstep_recipes import adapters
 from packages.recipes.tests.adapters import gap_cases as gaps
 from packages.recipes.tests.adapters import lightning_cases as cases
@@ -200,5 +200,5 @@ def test_commands_that_do_not_train_have_the_config_of_the_training(tmp_path, mo
     assert (foreign.settled_alone(machine).batch.global_, machine.batch.micro) == (12, 4)
     text = config_text.resolved("mine.py:LogsMetrics", explained=False)
     assert re.search(r"global: 12 +# code of mine.py:LogsMetrics\n", text)
-    found = command.plan_of(config, World(gpus=1, gpus_per_node=1))
+    found = command.plan_of(config, Machines(gpus=1, gpus_per_node=1))
     assert found.facts.global_batch == 12

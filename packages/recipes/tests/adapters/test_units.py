@@ -53,7 +53,7 @@ def test_the_units_of_a_new_model_are_found(loss, kind):
                 parts = [
                     (measured(units.sliced(whole, 0, cut)), measured(units.sliced(whole, cut, 16))) for cut in (1, 8)
                 ]
-                trial = units.Trial(measured(whole), parts)
+                trial = units.HalvesTrial(measured(whole), parts)
             fits.add(trial, near=64 * torch.finfo(torch.float32).eps)
             count += 1
             if not fits.is_open("", trial):

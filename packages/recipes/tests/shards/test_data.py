@@ -20,7 +20,7 @@ import lockstep_recipes
 from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.shards import data as data_module
 from lockstep_recipes.shards.formats import blocks, mds, tar
-from lockstep_recipes.shards.kept import Kept
+from lockstep_recipes.shards.lru_cache import LruCache
 from lockstep_recipes.tasks.readers.table import Source
 from tests import shard_cases
 from tests.shard_cases import SAMPLES, SIZES
@@ -286,7 +286,7 @@ def test_arrow_with_dictionaries(tmp_path, monkeypatch, new):
 
 
 def test_what_was_not_used_for_the_longest_time_leaves_the_memory():
-    loaded, memory = [], Kept(10)
+    loaded, memory = [], LruCache(10)
 
     def get(key, size=4):
         return memory.get(key, lambda: (loaded.append(key) or key, size))

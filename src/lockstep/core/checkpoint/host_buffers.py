@@ -14,7 +14,7 @@ _ALIGNMENT = 64  # bytes
 _SMALL = 2**20  # bytes that may be wasted
 
 
-class Block(NamedTuple):
+class MemoryBlock(NamedTuple):
     """A piece of memory that holds several tensors."""
 
     size: int
@@ -42,7 +42,7 @@ def buffers_like(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Ten
     return {name: found[name] for name in tensors}
 
 
-def pack(sizes: Mapping[str, int], *, powers_of_two: bool) -> list[Block]:
+def pack(sizes: Mapping[str, int], *, powers_of_two: bool) -> list[MemoryBlock]:
     """Blocks that hold tensors of these sizes in bytes. Empty tensors are left out.
 
     torch gives page-locked memory in powers of two, so a buffer for each tensor would take up to twice the memory.
@@ -59,7 +59,7 @@ def pack(sizes: Mapping[str, int], *, powers_of_two: bool) -> list[Block]:
             fits_all, largest = _power_of_two(size), _power_of_two(padded[left[0]])
             # Half of what fits all is filled, and the rest goes into smaller blocks.
             size = fits_all if size == fits_all or size <= _SMALL else max(fits_all // 2, largest)
-        block, end = Block(size, {}), 0
+        block, end = MemoryBlock(size, {}), 0
         for name in left:
             if end + padded[name] <= size:
                 block.offsets[name], end = end, end + padded[name]

@@ -274,7 +274,7 @@ class Loader:
         ahead: int = 2,
     ) -> None:
         self.micro_batches, self.workers, self.ahead, self.device = micro_batches, count, ahead, device
-        self.order = workers.Order()
+        self.order = workers.PlanSampler()
         self.copies = DeviceCopies(device, channels_last=channels_last)
         self.tell: Callable[[str], None] = workers.print_warning
         """Shows a warning. By default, it goes to stderr."""
@@ -358,7 +358,7 @@ class Loader:
             DataError: the worker was killed again and again.
         """
 
-        pairs_of = workers.Pairs(self.micro_batches)
+        pairs_of = workers.SamplePairs(self.micro_batches)
         make = functools.partial(workers.data_loader, pairs_of, keys, int(self.workers > 0), stays=False)
         with restored_generators(self.device):
             pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))

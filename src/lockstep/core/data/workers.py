@@ -51,7 +51,7 @@ def data_loader(
     )
 
 
-class Order(torch.utils.data.Sampler[MicroBatchPlan]):
+class PlanSampler(torch.utils.data.Sampler[MicroBatchPlan]):
     """The plans that the DataLoader reads next. A DataLoader keeps its workers while this object gets other plans."""
 
     plans: Plans = staticmethod(tuple)
@@ -81,7 +81,7 @@ class CatchErrors(_InWorker):
             return Failure(exit_of_task(error))
 
 
-class Pairs(_InWorker):
+class SamplePairs(_InWorker):
     """Raw and prepared sample by index and epoch; None for a sample that cannot be read, or not be handed over."""
 
     def __getitem__(self, key: tuple[int, int]) -> Any:

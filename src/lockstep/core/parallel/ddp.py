@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.single import Single, constant_loss_error, unused_error
-from lockstep.core.parallel.strategy import Forward, Losses, Trial
+from lockstep.core.parallel.strategy import Forward, Losses, TrialPass
 from lockstep.core.parallel.world import World
 
 
@@ -48,7 +48,7 @@ class DDP(Single):
         rearranges = self.world.size > 2 and not self.options.find_unused_parameters
         self.must_warm_up = self.options.static_graph or rearranges
 
-    def _warm_up(self, trial: Trial) -> None:
+    def _warm_up(self, trial: TrialPass) -> None:
         if self.must_warm_up:
             check = self._check_all_used if self._must_check_used else None
             self.pass_of_zeros(trial.batch(), trial.precision, trial.ignored_heads, check)

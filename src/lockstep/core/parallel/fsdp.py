@@ -19,7 +19,7 @@ from lockstep.core.parallel.meta_init import build_on_meta, materialise
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import is_spread
 from lockstep.core.parallel.single import Single, constant_loss_error, leaves
-from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, Trial, Waits
+from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, TrialPass, Waits
 from lockstep.core.parallel.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,7 +110,7 @@ class FSDP(Single):
             if isinstance(module, CallsVary):
                 module.largest_over_ranks = largest
 
-    def begin_step(self, trial: Trial | None = None) -> Any:
+    def begin_step(self, trial: TrialPass | None = None) -> Any:
         if trial is None and self._writes is not None:  # before an evaluation or a save, the host may wait
             self._writes.read_sums()
         return super().begin_step(trial)

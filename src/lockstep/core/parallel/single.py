@@ -14,7 +14,7 @@ from lockstep.core import devices
 from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.parallel.buffers import ModuleBuffers, restored_state
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import Forward, Losses, Trial, Waits
+from lockstep.core.parallel.strategy import Forward, Losses, TrialPass, Waits
 from lockstep.core.parallel.world import World
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -69,7 +69,7 @@ class Single:
         self.trainable = {name: p for name, p in by_name.items() if p.requires_grad}
         self._frozen = {name: p for name, p in by_name.items() if not p.requires_grad}
 
-    def begin_step(self, trial: Trial | None = None) -> Any:
+    def begin_step(self, trial: TrialPass | None = None) -> Any:
         if self._looks_for_replaced:
             self._looks_for_replaced -= 1
             self._check_kept()
@@ -81,7 +81,7 @@ class Single:
         self._warm_up(trial)
         return mark
 
-    def _warm_up(self, trial: Trial) -> None:
+    def _warm_up(self, trial: TrialPass) -> None:
         """Run what must run once before the first step, and after other parameters became trainable."""
 
     def begin_shard(self, place: int) -> None:

@@ -122,7 +122,7 @@ class Forward(nn.Module):
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialPass:
     """The arguments of a pass that is not part of the training."""
 
     batch: Callable[[], Any]
@@ -193,7 +193,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def begin_step(self, trial: Trial | None = None) -> Any:
+    def begin_step(self, trial: TrialPass | None = None) -> Any:
         """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
 
         Every step of training begins with that. So it changes no result, at whatever step it is also done before

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lockstep.launch.device_check.run import Report, Tally
-from lockstep.launch.preflight.judgement import Finding, Level
+from lockstep.launch.device_check.run import DeviceReport, Tally
+from lockstep.launch.preflight.judgement import Level, PreflightFinding
 
 _REMEDY = (
     "take this device out of the training and run lockstep doctor check-device --seconds 600 only on it; if its "
@@ -22,7 +22,7 @@ _REMEDY_BITS = (
 )
 
 
-def findings(reports: Sequence[Report]) -> list[Finding]:
+def findings(reports: Sequence[DeviceReport]) -> list[PreflightFinding]:
     """A finding for each case, in order, and one for each rank with wrong results."""
     found = []
     for label in dict.fromkeys(label for report in reports for label in report.tallies):
@@ -31,25 +31,25 @@ def findings(reports: Sequence[Report]) -> list[Finding]:
     return found
 
 
-def _of_case(label: str, tallies: dict[int, Tally], reports: Sequence[Report]) -> list[Finding]:
+def _of_case(label: str, tallies: dict[int, Tally], reports: Sequence[DeviceReport]) -> list[PreflightFinding]:
     ran = {rank: tally for rank, tally in tallies.items() if not tally.skipped}
     if not ran:
-        return [Finding(label, Level.SKIPPED, next(iter(tallies.values())).skipped)]
+        return [PreflightFinding(label, Level.SKIPPED, next(iter(tallies.values())).skipped)]
     found = []
     is_exchange = label.startswith(("sum over", "copy to", "shares of", "messages"))
     for rank, tally in ran.items():
         if tally.wrong:
             what = f"{named(reports[rank])}: {tally.wrong} of {tally.runs} results are wrong; {tally.first}"
-            found.append(Finding(label, Level.FAULT, what, _REMEDY_EXCHANGE if is_exchange else _REMEDY))
+            found.append(PreflightFinding(label, Level.FAULT, what, _REMEDY_EXCHANGE if is_exchange else _REMEDY))
     if found:
         return found
     if others := _other_bits({rank: tally.digest for rank, tally in ran.items()}, reports):
-        return [Finding(label, Level.FAULT, others, _REMEDY_BITS)]
+        return [PreflightFinding(label, Level.FAULT, others, _REMEDY_BITS)]
     runs = sum(tally.runs for tally in ran.values())
-    return [Finding(label, Level.OK, f"{runs} results on {_ranks(len(ran))}")]
+    return [PreflightFinding(label, Level.OK, f"{runs} results on {_ranks(len(ran))}")]
 
 
-def _other_bits(digests: dict[int, str], reports: Sequence[Report]) -> str:
+def _other_bits(digests: dict[int, str], reports: Sequence[DeviceReport]) -> str:
     """Which ranks have different bits than the others of their kind, in words; empty if none has."""
     for kind in dict.fromkeys(reports[rank].kind for rank in digests):
         of_kind = {rank: digest for rank, digest in digests.items() if reports[rank].kind == kind}
@@ -65,7 +65,7 @@ def _other_bits(digests: dict[int, str], reports: Sequence[Report]) -> str:
     return ""
 
 
-def named(report: Report) -> str:
+def named(report: DeviceReport) -> str:
     """A rank with its node and its device."""
     return f"rank {report.rank} (node {report.node}, {report.device})"
 
@@ -74,7 +74,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def table(reports: Sequence[Report]) -> str:
+def table(reports: Sequence[DeviceReport]) -> str:
     """A line for each rank: how many results were compared, and how many were wrong."""
     rows = [("rank", "node", "device", "results", "wrong")]
     rows += [(str(one.rank), one.node, one.device, str(one.runs), str(one.wrong)) for one in reports]

@@ -46,7 +46,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Report:
+class DeviceReport:
     """What a rank has found."""
 
     rank: int
@@ -69,7 +69,7 @@ class Report:
         return sum(tally.wrong for tally in self.tallies.values())
 
 
-def check(world: World, *, seconds: float = 20.0, memory_share: float = _MEMORY_SHARE) -> list[Report]:
+def check(world: World, *, seconds: float = 20.0, memory_share: float = _MEMORY_SHARE) -> list[DeviceReport]:
     """Compute, store and exchange known values repeatedly, on every rank. A collective.
 
     Args:
@@ -83,20 +83,20 @@ def check(world: World, *, seconds: float = 20.0, memory_share: float = _MEMORY_
     model, identity = device.name() or str(world.device), device.identity()
     kind = f"{model}, torch {torch.__version__}" + ("" if device.has_own_memory else f", {_cpu()}")
     shown = f"{world.device} {model}".strip() + (f" {identity}" if identity else "")
-    report = Report(world.rank, world.nodes.names[world.rank], shown, kind)
+    report = DeviceReport(world.rank, world.nodes.names[world.rank], shown, kind)
     with _settings():
         _operations(world, report, seconds)
         _memory(world, report, memory_share)
         if world.size > 1:
             for label, wrong in exchanges.check(world):
                 report.tallies.setdefault(label, Tally()).add(wrong)
-    reports: list[Report] = world.broadcast(world.gather(report))
+    reports: list[DeviceReport] = world.broadcast(world.gather(report))
     return reports
 
 
 def wrong_answers(device: torch.device) -> list[str]:
     """The labels of the cases that this device computes wrongly, each run twice. It takes some seconds."""
-    report = Report(0, "", "", "")
+    report = DeviceReport(0, "", "", "")
     with _settings():
         _operations(World(0, 1, 0, device), report, 0.0)
     return [label for label, tally in report.tallies.items() if tally.wrong]
@@ -122,7 +122,7 @@ def _settings() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _operations(world: World, report: Report, seconds: float) -> None:
+def _operations(world: World, report: DeviceReport, seconds: float) -> None:
     device = devices.of(world.device)
     is_cuda = world.device.type == "cuda"
     found = list(
@@ -183,7 +183,7 @@ class _OnDevice:
         self.right = on_host if wrong is None else self.right
 
 
-def _memory(world: World, report: Report, share: float) -> None:
+def _memory(world: World, report: DeviceReport, share: float) -> None:
     free = devices.of(world.device).free_memory()
     size = int(free[0] * share) if free is not None and devices.of(world.device).has_own_memory else _MEMORY_CPU
     for name, wrong in memory.check(size, world.device):

@@ -31,7 +31,7 @@ class Level(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """The result of a check."""
 
     check: str
@@ -43,7 +43,7 @@ class Finding:
         return f"{self.check}: {self.what}" + (f"\n      remedy: {self.remedy}" if self.remedy else "")
 
 
-def of_facts(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def of_facts(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str, Any]]) -> list[PreflightFinding]:
     """Judge what the ranks know about themselves.
 
     Args:
@@ -61,7 +61,7 @@ def of_facts(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str
     ]
 
 
-def _versions(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def _versions(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     found = []
     names = dict.fromkeys(name for fact in facts for name in fact.versions)
     for name in names:
@@ -80,15 +80,15 @@ def _versions(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
         same = f"pip install '{package}=={usual.split(' (')[0]}'" if package else f"the same {name}"
         if name == "lockstep" and " (" in usual:
             same += ", or the same checkout (the digest of the code is in brackets)"
-        found.append(Finding("versions", level, what, f"on node {where}: {same}"))
+        found.append(PreflightFinding("versions", level, what, f"on node {where}: {same}"))
     usual_ones = ", ".join(f"{name} {_odd([fact.versions.get(name, 'none') for fact in facts])[0]}" for name in names)
-    return found or [Finding("versions", Level.OK, usual_ones)]
+    return found or [PreflightFinding("versions", Level.OK, usual_ones)]
 
 
-def _config(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _config(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str, Any]]) -> list[PreflightFinding]:
     _, others = _odd([fact.config for fact in facts])
     if not others:
-        return [Finding("config", Level.OK, f"the same on all ranks ({facts[0].config[:12]})")]
+        return [PreflightFinding("config", Level.OK, f"the same on all ranks ({facts[0].config[:12]})")]
     texts, remedies = [], []
     for key in sorted({key for config in configs for key in config}):
         usual, differing = _odd([repr(config.get(key)) for config in configs])
@@ -98,25 +98,31 @@ def _config(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str,
     more = [f"and {len(texts) - _SHOWN} more differences"] if len(texts) > _SHOWN else []
     where = ", ".join(dict.fromkeys(nodes.names[rank] for ranks in others.values() for rank in ranks))
     remedy = f"use the same command and the same files on all nodes; on node {where}: {' '.join(remedies[:_SHOWN])}"
-    return [Finding("config", Level.FAULT, "; ".join([*texts[:_SHOWN], *more]), remedy)]
+    return [PreflightFinding("config", Level.FAULT, "; ".join([*texts[:_SHOWN], *more]), remedy)]
 
 
-def _source(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def _source(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     usual, others = _odd([fact.source for fact in facts])
     if others:
         ranks = [rank for found in others.values() for rank in found]
         what = f"the task's code on {nodes.describe(ranks)} differs from that of the other ranks"
-        return [Finding("task", Level.FAULT, what, "copy the same files to all nodes, or put them on a shared disk")]
-    return [Finding("task", Level.OK, f"the same code on all ranks ({usual[:12]})" if usual else "a shipped task")]
+        return [
+            PreflightFinding(
+                "task", Level.FAULT, what, "copy the same files to all nodes, or put them on a shared disk"
+            )
+        ]
+    return [
+        PreflightFinding("task", Level.OK, f"the same code on all ranks ({usual[:12]})" if usual else "a shipped task")
+    ]
 
 
-def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     owners: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         if fact.identity is not None:
             owners.setdefault(fact.identity, []).append(rank)
     found = [
-        Finding(
+        PreflightFinding(
             "devices",
             Level.FAULT,
             f"{nodes.describe(ranks)} share the device {identity}",
@@ -127,21 +133,21 @@ def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
     ]
     what = f"{len(facts)} ranks on {nodes.count} node{'s' * (nodes.count > 1)}, "
     what += f"{len(owners)} devices" if owners else "no GPU"
-    return found or [Finding("devices", Level.OK, what)]
+    return found or [PreflightFinding("devices", Level.OK, what)]
 
 
-def _memory(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def _memory(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     known = {rank: fact.memory for rank, fact in enumerate(facts) if fact.memory is not None}
     if not known:
-        return [Finding("device memory", Level.SKIPPED, "the devices share host memory")]
+        return [PreflightFinding("device memory", Level.SKIPPED, "the devices share host memory")]
     found = []
     for rank, memory in known.items():
         found += of_memory(memory, facts[rank].users, nodes.describe([rank]))
     least = min(free for free, _ in known.values())
-    return found or [Finding("device memory", Level.OK, f"{least / _GIB:.1f} GiB free or more")]
+    return found or [PreflightFinding("device memory", Level.OK, f"{least / _GIB:.1f} GiB free or more")]
 
 
-def of_memory(memory: tuple[int, int], users: Sequence[str], where: str) -> list[Finding]:
+def of_memory(memory: tuple[int, int], users: Sequence[str], where: str) -> list[PreflightFinding]:
     """Judge the memory of a device.
 
     Args:
@@ -156,32 +162,32 @@ def of_memory(memory: tuple[int, int], users: Sequence[str], where: str) -> list
     named = "; ".join(users) or "other processes, which the driver does not list"
     what = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB are free on {where}: {named}"
     remedy = "end these processes, or choose a different device with CUDA_VISIBLE_DEVICES"
-    return [Finding("device memory", Level.FAULT if full else Level.WARNING, what, remedy)]
+    return [PreflightFinding("device memory", Level.FAULT if full else Level.WARNING, what, remedy)]
 
 
-def _clocks(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def _clocks(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     if nodes.count == 1:
-        return [Finding("clocks", Level.SKIPPED, "one node")]
+        return [PreflightFinding("clocks", Level.SKIPPED, "one node")]
     usual = facts[0].clock if nodes.count == 2 else statistics.median_low(fact.clock for fact in facts)
     wrong = {rank: fact.clock - usual for rank, fact in enumerate(facts) if abs(fact.clock - usual) > _SKEW_S}
     if not wrong:
         most = max(abs(fact.clock - usual) for fact in facts)
-        return [Finding("clocks", Level.OK, f"within {most:.1f} s")]
+        return [PreflightFinding("clocks", Level.OK, f"within {most:.1f} s")]
     by_node = {nodes.keys[rank]: rank for rank in reversed(wrong)}
     texts = [
         f"the clock of node {nodes.names[rank]} is {abs(wrong[rank]):.0f} s {'ahead' if wrong[rank] > 0 else 'behind'}"
         for rank in sorted(by_node.values())
     ]
     remedy = "start the time service there (timedatectl set-ntp true): logs and file times are misleading"
-    return [Finding("clocks", Level.WARNING, "; ".join(texts), remedy)]
+    return [PreflightFinding("clocks", Level.WARNING, "; ".join(texts), remedy)]
 
 
-def _data(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def _data(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     found = []
     for rank, fact in enumerate(facts):
         if "data" in fact.extra:
             what = f"the data cannot be read on {nodes.describe([rank])}: {fact.extra['data']}"
-            found.append(Finding("data", Level.FAULT, what, "check the mount of the data on that node"))
+            found.append(PreflightFinding("data", Level.FAULT, what, "check the mount of the data on that node"))
     known = [fact for fact in facts if "data" not in fact.extra]
     for key in known[0].data if known else ():
         usual, others = _odd([fact.data.get(key, "unknown") for fact in facts])
@@ -189,12 +195,14 @@ def _data(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
         for value, ranks in others.items():
             what = f"{key} is {value} on {nodes.describe(ranks)}, but {usual} on most ranks"
             remedy = f"put the same data under the same path on node {nodes.names[ranks[0]]}, or change {key}"
-            found.append(Finding("data", Level.FAULT, what, remedy))
+            found.append(PreflightFinding("data", Level.FAULT, what, remedy))
     keys = sorted({key for fact in known for key, kind in fact.data.items() if not kind.startswith("nothing")})
-    return found or [Finding("data", Level.OK, f"{', '.join(keys)}: the same everywhere" if keys else "no files")]
+    return found or [
+        PreflightFinding("data", Level.OK, f"{', '.join(keys)}: the same everywhere" if keys else "no files")
+    ]
 
 
-def of_folder(folder: str, access: Sequence[Access], nodes: Nodes) -> list[Finding]:
+def of_folder(folder: str, access: Sequence[Access], nodes: Nodes) -> list[PreflightFinding]:
     """Judge whether all ranks can use the run directory."""
     found = []
     by_fault: dict[str, list[int]] = {}
@@ -204,17 +212,17 @@ def of_folder(folder: str, access: Sequence[Access], nodes: Nodes) -> list[Findi
     for fault, ranks in by_fault.items():
         what = f"{nodes.describe(ranks)} cannot write there: {fault}"
         remedy = "mount the folder for writing and free space there, or give a different folder that all nodes share: "
-        found.append(Finding("run directory", Level.FAULT, f"{folder}: {what}", f"{remedy}--run-dir DIR"))
+        found.append(PreflightFinding("run directory", Level.FAULT, f"{folder}: {what}", f"{remedy}--run-dir DIR"))
     blind = {rank: seen.unseen for rank, seen in enumerate(access) if seen.unseen and not seen.fault}
     if blind:
         writers = sorted({rank for unseen in blind.values() for rank in unseen})
         what = f"{folder}: {nodes.describe(list(blind))} cannot see files that {nodes.describe(writers)} wrote there"
         remedy = "put the run directory on a file system that all nodes share: --run-dir DIR"
-        found.append(Finding("run directory", Level.FAULT, what, remedy))
-    return found or [Finding("run directory", Level.OK, f"{folder}: shared, and all ranks can write")]
+        found.append(PreflightFinding("run directory", Level.FAULT, what, remedy))
+    return found or [PreflightFinding("run directory", Level.OK, f"{folder}: shared, and all ranks can write")]
 
 
-def of_paths(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
+def of_paths(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     """Judge whether ranks of the same node refer to the same folder as the run directory."""
     for rank in nodes.first_ranks:
         others = [other for other in nodes.ranks_with(rank) if facts[other].folder != facts[rank].folder]
@@ -223,11 +231,11 @@ def of_paths(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
                 f"it is {facts[others[0]].folder} on {nodes.describe(others)}, but {facts[rank].folder} on rank {rank}"
             )
             remedy = f"start all ranks in the same folder, or give --run-dir {facts[rank].folder}"
-            return [Finding("run directory", Level.FAULT, what, remedy)]
+            return [PreflightFinding("run directory", Level.FAULT, what, remedy)]
     return []
 
 
-def of_room(free: int | None, size: int | None, *, is_saved: bool) -> Finding:
+def of_room(free: int | None, size: int | None, *, is_saved: bool) -> PreflightFinding:
     """Judge whether the disk of the run directory has room for two checkpoints.
 
     Args:
@@ -236,31 +244,31 @@ def of_room(free: int | None, size: int | None, *, is_saved: bool) -> Finding:
         is_saved: whether a checkpoint already exists. Then space for one more is needed, and for two advised.
     """
     if free is None:
-        return Finding("free disk", Level.SKIPPED, "the file system does not report it")
+        return PreflightFinding("free disk", Level.SKIPPED, "the file system does not report it")
     if size is None:
         what = f"{free / _GIB:,.1f} GiB; train compares it with the checkpoint's size once the model is built"
-        return Finding("free disk", Level.OK, what)
+        return PreflightFinding("free disk", Level.OK, what)
     what = f"{free / _GIB:,.3g} GiB are free, but two checkpoints take {2 * size / _GIB:,.3g} GiB"
     if free >= 2 * size:
-        return Finding("free disk", Level.OK, what)
+        return PreflightFinding("free disk", Level.OK, what)
     remedy = "free space, lower checkpoint.keep_last, delete old checkpoints (lockstep checkpoints RUN_DIR --prune), "
     remedy += "or give a different --run-dir"
     is_fault = free < size or not is_saved
-    return Finding("free disk", Level.FAULT if is_fault else Level.WARNING, what, remedy)
+    return PreflightFinding("free disk", Level.FAULT if is_fault else Level.WARNING, what, remedy)
 
 
-def of_links(total: Sum | None, links: Sequence[Link], nodes: Nodes) -> list[Finding]:
+def of_links(total: Sum | None, links: Sequence[Link], nodes: Nodes) -> list[PreflightFinding]:
     """Judge the network between the nodes."""
     if total is None:
-        return [Finding("network", Level.SKIPPED, "one node")]
+        return [PreflightFinding("network", Level.SKIPPED, "one node")]
     summed = f"a sum over {len(nodes.keys)} ranks: {1e3 * total.latency_s:.2g} ms, {total.bytes_per_s / 1e6:,.0f} MB/s"
     if not links:
-        return [Finding("network", Level.OK, summed)]
+        return [PreflightFinding("network", Level.OK, summed)]
     slow = [link for link in links if _is_slow(link, links)]
     if not slow:
         most, least = max(link.latency_s for link in links), min(link.bytes_per_s for link in links)
         what = f"{summed}; between nodes at most {1e3 * most:.2g} ms, at least {least / 1e6:,.0f} MB/s"
-        return [Finding("network", Level.OK, what)]
+        return [PreflightFinding("network", Level.OK, what)]
     listed = "; ".join(
         f"{nodes.names[link.ranks[0]]} to {nodes.names[link.ranks[1]]}: "
         f"{1e3 * link.latency_s:.2g} ms, {link.bytes_per_s / 1e6:,.3g} MB/s"
@@ -271,7 +279,7 @@ def of_links(total: Sum | None, links: Sequence[Link], nodes: Nodes) -> list[Fin
     hosts = [nodes.names[rank] for rank, count in ends.items() if count == all_ends[rank] > 1]
     who = f"node {', '.join(hosts)} is slow to reach" if hosts and len(links) > 2 else "the connection is slow"
     remedy = "check its network card, cable and switch; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"
-    return [Finding("network", Level.WARNING, f"{who} ({listed}); {summed}", remedy)]
+    return [PreflightFinding("network", Level.WARNING, f"{who} ({listed}); {summed}", remedy)]
 
 
 def _is_slow(link: Link, links: Sequence[Link]) -> bool:

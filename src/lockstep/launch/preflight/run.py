@@ -13,10 +13,10 @@ from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
 from lockstep.launch.preflight import facts, judgement, links, shared_folder
 from lockstep.launch.preflight.facts import Subject
-from lockstep.launch.preflight.judgement import Finding, Level
+from lockstep.launch.preflight.judgement import Level, PreflightFinding
 
 
-def check(subject: Subject, world: World, *, everything: bool = False) -> list[Finding]:
+def check(subject: Subject, world: World, *, everything: bool = False) -> list[PreflightFinding]:
     """Judge whether these ranks can train. All ranks call it.
 
     Args:
@@ -42,11 +42,11 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[F
         findings += judgement.of_folder(str(subject.folder), access, nodes)
         total = links.sum_over_ranks(world) if world.size > 1 else None
         findings += judgement.of_links(total, links.between_nodes(world) if several else [], nodes)
-        findings += [Finding("rendezvous", Level.OK, _meeting_place(world))]
+        findings += [PreflightFinding("rendezvous", Level.OK, _meeting_place(world))]
     return findings
 
 
-def _device_alone(world: World) -> list[Finding]:
+def _device_alone(world: World) -> list[PreflightFinding]:
     """A note if the device of a single rank has little free memory, and other processes hold some."""
     device = devices.of(world.device)
     if not device.has_own_memory:
@@ -57,7 +57,7 @@ def _device_alone(world: World) -> list[Finding]:
     return judgement.of_memory(memory, users, str(world.device))
 
 
-def raise_faults(findings: Sequence[Finding]) -> None:
+def raise_faults(findings: Sequence[PreflightFinding]) -> None:
     """Raise if something is wrong.
 
     Raises:
@@ -71,7 +71,7 @@ def raise_faults(findings: Sequence[Finding]) -> None:
         raise UsageError(f"{len(faults)} faults before the training:\n    {listed}", where="preflight")
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
+def lines(findings: Sequence[PreflightFinding]) -> list[str]:
     """Log lines about the findings: warnings, and the speed of the network."""
     return [
         f"warning: {finding.what}. {finding.remedy}" if finding.level == Level.WARNING else f"network: {finding.what}"
@@ -80,18 +80,18 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def _room(subject: Subject) -> Finding:
+def _room(subject: Subject) -> PreflightFinding:
     """True if there is space for more checkpoints of the run's size."""
 
-    def look() -> Finding:
+    def look() -> PreflightFinding:
         saved = [] if subject.fresh else manifest.listed(subject.folder / "checkpoints")
         if saved and subject.stop is not None and saved[0].step >= subject.stop:
-            return Finding("free disk", Level.SKIPPED, "the run is complete")
+            return PreflightFinding("free disk", Level.SKIPPED, "the run is complete")
         return judgement.of_room(free_bytes(subject.folder), saved[0].size if saved else None, is_saved=bool(saved))
 
     found, fault = facts.within(look, facts.ANSWER_S)
     remedy = "check its mount and permissions, or give a different --run-dir"
-    return found or Finding("run directory", Level.FAULT, f"{subject.folder} cannot be read: {fault}", remedy)
+    return found or PreflightFinding("run directory", Level.FAULT, f"{subject.folder} cannot be read: {fault}", remedy)
 
 
 def check_room(folder: Path, size: int, world: World) -> None:

@@ -24,7 +24,7 @@ _CALLS = ("forwards_eval", "forwards_training", "backwards")
 
 
 @dataclasses.dataclass
-class Loader:
+class ObservedLoader:
     """What is known of a DataLoader."""
 
     number: int
@@ -40,7 +40,7 @@ class Loader:
 class Pass:
     """An iteration over a DataLoader."""
 
-    loader: Loader
+    loader: ObservedLoader
     epoch: int
     at: list[str | int] | None
     before: dict[str, int]
@@ -59,7 +59,7 @@ class Pass:
     is_closed: bool = False
 
 
-_loaders: Registry[Loader] = Registry()
+_loaders: Registry[ObservedLoader] = Registry()
 _passes: Registry[Pass] = Registry()
 _open: dict[int, Pass] = {}
 """Iterations that have not ended, by the number of their loader. The loader may be gone before the script ends."""
@@ -85,7 +85,7 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **named: Any) -> After:
             if by_user:
                 samplers.weak(_made_for.put, dataset, at)
                 samplers.weak(orders.chosen, dataset, samplers.within(loader), named.get("sampler"), samplers.made_at)
-            _loaders.put(loader, Loader(_count, made_at))
+            _loaders.put(loader, ObservedLoader(_count, made_at))
             _count += 1
 
     return after
@@ -118,7 +118,7 @@ def iteration_begins(loader: Any) -> After:
             return
         known = _loaders.get(loader)
         if known is None:
-            known = _loaders.put(loader, Loader(_count, None))
+            known = _loaders.put(loader, ObservedLoader(_count, None))
             _count += 1
         close_complete()
         recorder.has_loader = True
@@ -192,7 +192,7 @@ def iterator_made(iterator: Any, *_: Any, **__: Any) -> After:
     return after
 
 
-def _described(loader: Any, known: Loader) -> dict[str, Any]:
+def _described(loader: Any, known: ObservedLoader) -> dict[str, Any]:
     found, dataset = samplers.within(loader), loader.dataset
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
     mapped = known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None

@@ -23,7 +23,7 @@ _NUMBERS = 512
 
 
 @dataclasses.dataclass
-class State:
+class PassState:
     """The current ends of the lists of passes and clips."""
 
     first: int = 0
@@ -33,7 +33,7 @@ class State:
     clips_called: int = 0
 
 
-state = State()
+state = PassState()
 backwards: list[dict[str, Any]] = []
 clips: list[tuple[int, dict[str, Any]]] = []
 at_sampled: list[Callable[[], None]] = []

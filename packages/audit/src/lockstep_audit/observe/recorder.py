@@ -45,7 +45,7 @@ class _Thread(threading.local):
     is_observing = False
 
 
-class Recorder:
+class EventRecorder:
     """Writes the events of this process.
 
     The rank comes from `RANK`, or from the process group when it is made. Until then, events wait in memory. A process
@@ -213,4 +213,4 @@ def _told(error: BaseException | None) -> dict[str, Any] | None:
     return {"type": type(error).__name__, "message": str(error)[:2000], "at": place, "stack": stack[:_STACK]}
 
 
-recorder = Recorder()
+recorder = EventRecorder()

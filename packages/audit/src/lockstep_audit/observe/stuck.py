@@ -29,7 +29,7 @@ def start() -> None:
 
 def _watch() -> None:
     seen, noted = "", 0.0
-    main = torch_internals.MainThread()
+    main = torch_internals.MainThreadProbe()
     while not recorder.has_ended:
         time.sleep(min(recorder.patience / _LOOKS, 5.0))
         if _imports():

@@ -33,7 +33,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return entries
 
 
-class MainThread:
+class MainThreadProbe:
     """True if Python's main thread executes Python code; false if it stays inside one call of a C function.
 
     The interpreter is asked to empty a set. Its main thread does this between two instructions of Python code, so it

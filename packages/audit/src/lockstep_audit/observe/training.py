@@ -50,7 +50,7 @@ class Optimizer:
 
 
 @dataclasses.dataclass
-class Step:
+class OptimizerStep:
     """A step that is running."""
 
     optimizer: Any
@@ -64,7 +64,7 @@ class Step:
 
 _optimizers: Registry[Optimizer] = Registry()
 _count = 0
-_steps: list[Step] = []
+_steps: list[OptimizerStep] = []
 _known_parameters: set[int] = set()
 _finished: dict[int, int] = {}
 
@@ -132,7 +132,9 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     known = _know(optimizer)
     at = places.here(frame)
     is_alone = _is_alone() if known.looks else False
-    step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index) or is_alone or known.looks_now > 0)
+    step = OptimizerStep(
+        optimizer, known, at, frame, recorder.is_sampled(known.index) or is_alone or known.looks_now > 0
+    )
     step.is_sampled |= known.loops < recorder.counts.loops <= _LOOPS  # something else may have changed parameters
     known.loops = recorder.counts.loops
     known.looks, known.looks_now = known.looks - is_alone, max(0, known.looks_now - 1)
@@ -185,7 +187,7 @@ def _runs(frame: Any, inner: Any) -> bool:
     return inner is frame
 
 
-def _ready(step: Step) -> None:
+def _ready(step: OptimizerStep) -> None:
     """The gradients are ready, and the optimizer will use them."""
     if step.is_ready:
         return
@@ -243,7 +245,7 @@ def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _tell_optimizer(step: Step) -> None:
+def _tell_optimizer(step: OptimizerStep) -> None:
     communication.note_groups()
     for model in models.told():
         models.refresh(model)
@@ -291,7 +293,7 @@ def step_ends(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any])
             recorder.guard("optimizer step", _end, step)
 
 
-def _end(step: Step) -> None:
+def _end(step: OptimizerStep) -> None:
     if not step.is_ready:  # a closure that was never called
         _ready(step)
     _write_step(step)
@@ -303,7 +305,7 @@ def _end(step: Step) -> None:
     schedules.after_step(step.optimizer)
 
 
-def _write_step(step: Step, skipped: bool | None = None) -> None:
+def _write_step(step: OptimizerStep, skipped: bool | None = None) -> None:
     known, optimizer = step.known, step.optimizer
     if known.owners is None or step.is_sampled:
         known.owners = dict.fromkeys(owner[0].number for owner in map(models.owner, _parameters(optimizer)) if owner)
@@ -385,7 +387,7 @@ def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
         if error is None and known.index == index:
             known.unscaled_at = unscaled_at
             known.scaler = {"scale": scale, "found_inf": True, "enabled": True}
-            _write_step(Step(inner, known, at, None, is_sampled), skipped=True)
+            _write_step(OptimizerStep(inner, known, at, None, is_sampled), skipped=True)
 
     return after
 

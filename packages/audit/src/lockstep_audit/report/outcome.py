@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep_audit.errors import UsageError
-from lockstep_audit.events import History
+from lockstep_audit.errors import AuditUsageError
+from lockstep_audit.events import EventHistory
 from lockstep_audit.findings import Finding, Rule
 from lockstep_audit.rules.catalogue import ALL, BY_ID, EXPLAINED
 
@@ -36,11 +36,11 @@ class Outcome:
         return [finding for finding in self.findings if BY_ID[finding.rule].severity == severity]
 
 
-def outcome(history: History, baseline: Path | None = None, rules: Iterable[Rule] = ALL) -> Outcome:
+def outcome(history: EventHistory, baseline: Path | None = None, rules: Iterable[Rule] = ALL) -> Outcome:
     """Run all rules.
 
     Raises:
-        UsageError: the baseline cannot be read.
+        AuditUsageError: the baseline cannot be read.
     """
     known = _read_baseline(baseline) if baseline else set()
     result, found = Outcome(), list[Finding]()
@@ -101,13 +101,13 @@ def _read_baseline(path: Path) -> set[tuple[str, str, str]]:
         return {(row["rule"], row["file"], row["line"]) for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"is not a baseline: {type(error).__name__}: {error}"
-        raise UsageError(what, where=str(path), remedy="write it with --write-baseline FILE") from None
+        raise AuditUsageError(what, where=str(path), remedy="write it with --write-baseline FILE") from None
 
 
 class Ignores:
     """Comments `# lockstep: ignore[LS101] reason`, on a line or on the line above."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: EventHistory) -> None:
         self.notes: list[str] = []
         self._lines: dict[tuple[str, int], dict[str, str]] = {}
         self._read: set[str] = set()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import each_rank, passes, place, replicas, rule, steps, uses
@@ -28,7 +28,7 @@ def _usual(events: Iterable[Event]) -> int:
     return counts.most_common(1)[0][0] if counts else 0
 
 
-def _accumulating(history: History) -> list[tuple[int, int, list[Event]]]:
+def _accumulating(history: EventHistory) -> list[tuple[int, int, list[Event]]]:
     """Optimizers of each rank that usually step after several backward passes: rank, number, steps in order."""
     found = []
     for by_rank in steps(history).values():
@@ -52,7 +52,7 @@ def _is_mean(ops: Sequence[str]) -> bool:
 
 
 @rule("LS401", "leftover-micro-batches", "the last micro-batches of an epoch make no step")
-def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
+def leftover_micro_batches(history: EventHistory) -> Iterable[Finding] | str:
     """Gradients at the end of an epoch that are dropped, or added to the first step of the next epoch."""
     accumulating = _accumulating(history)
     if not accumulating:
@@ -69,7 +69,7 @@ def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
     return [each for each in found if each]
 
 
-def _only_optimizer(history: History, rank: int) -> bool:
+def _only_optimizer(history: EventHistory, rank: int) -> bool:
     return len({event["optimizer"] for event in history.of("step", rank=rank)}) == 1
 
 
@@ -99,7 +99,7 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
 
 
 @rule("LS402", "undivided-loss", "the losses of micro-batches are not divided", "warning")
-def undivided_loss(history: History) -> Iterable[Finding] | str:
+def undivided_loss(history: EventHistory) -> Iterable[Finding] | str:
     """Accumulated losses that nothing divides: the gradient grows with the number of micro-batches."""
     findings: list[Finding] = []
     accumulating = _accumulating(history)
@@ -117,7 +117,7 @@ def undivided_loss(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS403", "unequal-weights", "the labels of one step have unequal weights", "warning")
-def unequal_weights(history: History) -> Iterable[Finding] | str:
+def unequal_weights(history: EventHistory) -> Iterable[Finding] | str:
     """Means over unequal numbers of labels that are then averaged as if the numbers were equal."""
     known = False
     groups = replicas(history) or [(rank,) for rank in history.ranks]
@@ -206,7 +206,7 @@ def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[Any]],
 
 
 @rule("LS404", "sync-each-micro-batch", "every micro-batch exchanges gradients", "warning")
-def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
+def sync_each_micro_batch(history: EventHistory) -> Iterable[Finding] | str:
     """Accumulation without no_sync(): the same result at several times the communication."""
     findings: list[Finding] = []
     accumulating = _accumulating(history)
@@ -223,7 +223,7 @@ def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS405", "clip-each-micro-batch", "gradients are clipped before all micro-batches are added", "warning")
-def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
+def clip_each_micro_batch(history: EventHistory) -> Iterable[Finding] | str:
     """Clipping inside the accumulation: the limit then applies to a partial gradient."""
     accumulating, seen = _accumulating(history), False
     for _, _, events in accumulating:
@@ -241,7 +241,7 @@ def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away", "warning")
-def discarded_gradients(history: History) -> Iterable[Finding] | str:
+def discarded_gradients(history: EventHistory) -> Iterable[Finding] | str:
     """Steps whose gradients are cleared between backward passes, so that only the last passes count."""
     findings: list[Finding] = []
     seen = False

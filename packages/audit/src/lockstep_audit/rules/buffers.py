@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Finding, Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules.facts import group_of, keys, named, some
 from lockstep_audit.rules.sources import nodes
 
@@ -19,7 +19,7 @@ _LOOKS = 2
 """Buffers must differ before this many forward passes: a first value that each rank computes once does not count."""
 
 
-def overwritten(history: History) -> list[Finding]:
+def overwritten(history: EventHistory) -> list[Finding]:
     """A layer's averages that DDP overwrites with those of rank 0, so that the data of other ranks are lost."""
     known, turns = keys(history, "wrap", "model", "at"), dict[object, dict[int, dict[int, Event]]]()
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
@@ -41,7 +41,7 @@ def overwritten(history: History) -> list[Finding]:
             cause = "a layer computes them from its rank's batch, and DistributedDataParallel overwrites them "
             cause += "with those of rank 0 at the next forward pass: the data of other ranks never count"
             remedy = "all_reduce the layer's sums before it updates the buffers"
-            findings.setdefault(at[0], Finding("LS606", Place(*at, ""), evidence, cause, remedy, ranks, step))
+            findings.setdefault(at[0], Finding("LS606", SourceLine(*at, ""), evidence, cause, remedy, ranks, step))
     return list(findings.values())
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Finding, Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import skips, sources
 from lockstep_audit.rules import waiting as waits
 from lockstep_audit.rules.facts import differ, each_rank, line, named, place, rule, some
@@ -23,7 +23,7 @@ _SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_t
 
 
 @rule("LS501", "collectives-mismatch", "ranks make different collectives at the same point")
-def collectives_mismatch(history: History) -> Iterable[Finding] | str:
+def collectives_mismatch(history: EventHistory) -> Iterable[Finding] | str:
     """The n-th call of a group is a different collective, or has a different shape or type, on some rank."""
     calls: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)
     for event in history.of("collective"):
@@ -60,7 +60,7 @@ def _ops(by_rank: Mapping[int, Event]) -> bool:
     return differ({rank: event["op"] for rank, event in by_rank.items()})
 
 
-def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
+def _recorded(history: EventHistory, recorded: dict[int, list[Event]]) -> list[Finding]:
     """From the flight recorder: a sequence number whose collective differs between ranks."""
     by_number: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     for rank, entries in recorded.items():
@@ -91,7 +91,7 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
     return []
 
 
-def _decided(history: History, finding: Finding, lines: Mapping[int, Place | None] | None = None) -> Finding:
+def _decided(history: EventHistory, finding: Finding, lines: Mapping[int, SourceLine | None] | None = None) -> Finding:
     """A finding, moved to the line at which a rank decided for itself to stop, if that line is known.
 
     Args:
@@ -121,7 +121,7 @@ def _decided(history: History, finding: Finding, lines: Mapping[int, Place | Non
 
 
 @rule("LS505", "other-order", "ranks exchange the same things in different orders")
-def other_order(history: History) -> Iterable[Finding] | str:
+def other_order(history: EventHistory) -> Iterable[Finding] | str:
     """One line that exchanges several things in an order that differs by rank: unlike things are added."""
     turns: dict[tuple[Any, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in history.of("collective"):
@@ -138,12 +138,12 @@ def other_order(history: History) -> Iterable[Finding] | str:
             evidence = f"{name} in this line's calls: {shown}"
             cause = "the order comes from a set, a list of files, or something else that differs by process"
             remedy = "sort before you exchange item by item, or put everything into one tensor"
-            return [Finding("LS505", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), step)]
+            return [Finding("LS505", SourceLine(file, row, function), evidence, cause, remedy, tuple(by_rank), step)]
     return [] if turns else "no line exchanged several named things"
 
 
 @rule("LS502", "ranks-wait", "ranks wait for each other in different places")
-def ranks_wait(history: History) -> Iterable[Finding] | str:
+def ranks_wait(history: EventHistory) -> Iterable[Finding] | str:
     """Ranks that are stuck on different lines: one took a branch that the others did not take."""
     stuck = waits.waiting(history)
     if not stuck:
@@ -181,7 +181,7 @@ def _since(stuck: Mapping[int, Event]) -> str:
 
 
 @rule("LS503", "rank-left", "a rank has left while others wait for it")
-def rank_left(history: History) -> Iterable[Finding] | str:
+def rank_left(history: EventHistory) -> Iterable[Finding] | str:
     """A rank that ended, with or without an error, while the others still make collectives."""
     exits, needy = waits.left(history), {**waits.lost(history), **waits.waiting(history)}
     gone = {rank: event for rank, event in exits.items() if rank not in needy and not event.get("error")}
@@ -211,12 +211,12 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     if skip := skips.skipped(history, all_ranks):
         return [Finding("LS503", skip[0], evidence, skip[1], skips.REMEDY, all_ranks, ends[rank])]
     finding = Finding("LS503", at, evidence, cause, remedy, all_ranks, ends[rank])
-    outside = Place(last[-1]["at"][0], 0, "") if last else None
+    outside = SourceLine(last[-1]["at"][0], 0, "") if last else None
     return [_decided(history, finding, {**where, rank: outside} if alone is None else None)]
 
 
 @rule("LS506", "no-group", "several processes were started, and none joined a process group")
-def no_group(history: History) -> Iterable[Finding] | str:
+def no_group(history: EventHistory) -> Iterable[Finding] | str:
     """N processes that each run the same training without the others."""
     steps = {event["rank"]: event for event in reversed(list(history.of("step")))}
     if _world(history) < 2 or len(steps) < 2:
@@ -231,7 +231,7 @@ def no_group(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS504", "stuck", "the script is stuck")
-def is_stuck(history: History) -> Iterable[Finding] | str:
+def is_stuck(history: EventHistory) -> Iterable[Finding] | str:
     """Ranks that are all stuck at the same place, or outside torch."""
     stuck = waits.waiting(history)
     if not stuck:
@@ -248,5 +248,5 @@ def is_stuck(history: History) -> Iterable[Finding] | str:
     return [Finding("LS504", waits.waits_at(first), evidence, cause, remedy, tuple(stuck), first.get("step"))]
 
 
-def _world(history: History) -> int:
+def _world(history: EventHistory) -> int:
     return max((event.get("world_size") or 1 for event in history.of("start")), default=1)

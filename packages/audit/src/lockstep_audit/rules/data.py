@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep_audit.rules.loaders import Iteration, Iterations, iterations, restored
@@ -73,7 +73,7 @@ def _other_data(found: Iterations, key: Key, ranks: tuple[int, int], iteration: 
 
 
 @rule("LS101", "same-data", "several ranks train on the same samples")
-def same_data(history: History) -> Iterable[Finding] | str:
+def same_data(history: EventHistory) -> Iterable[Finding] | str:
     """Ranks whose training batches are equal, in content and order."""
     groups, found = replicas(history), iterations(history)
     if not groups:
@@ -97,7 +97,7 @@ def same_data(history: History) -> Iterable[Finding] | str:
     return findings if seen else _NO_LOADER
 
 
-def _parted(history: History, pair: tuple[int, int], its: dict[int, Iteration]) -> bool:
+def _parted(history: EventHistory, pair: tuple[int, int], its: dict[int, Iteration]) -> bool:
     """True if the script gives the models of two ranks different parts of the same batches: samples, or tokens."""
     given = [[e for e in history.of("inputs", rank=rank) if e["number"] > its[rank].begin["number"]] for rank in pair]
     read = [max((e.get("elements") or 0 for e in its[rank].sampled.values()), default=0) for rank in pair]
@@ -107,7 +107,7 @@ def _parted(history: History, pair: tuple[int, int], its: dict[int, Iteration]) 
     return len(apart) > 1 and all(apart) and is_part
 
 
-def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Finding]:
+def _same_inputs(history: EventHistory, groups: list[tuple[int, ...]]) -> list[Finding]:
     """Batches that a script makes without a loader, and that are equal on all ranks."""
     given: dict[Any, dict[int, list[Event]]] = {}
     for event in history.of("inputs"):
@@ -128,7 +128,7 @@ def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Findin
     return []
 
 
-def _resumed(history: History, finding: Finding, begins: dict[int, Event]) -> Finding:
+def _resumed(history: EventHistory, finding: Finding, begins: dict[int, Event]) -> Finding:
     """The finding, at the line that gives all ranks the same generator state, if there is such a line."""
     if not (at := restored(history, begins)):
         return finding
@@ -159,7 +159,7 @@ def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, worl
 
 
 @rule("LS102", "no-set-epoch", "every epoch has the same order")
-def no_set_epoch(history: History) -> Iterable[Finding] | str:
+def no_set_epoch(history: EventHistory) -> Iterable[Finding] | str:
     """Loaders that shuffle but repeat the same order in every epoch."""
     findings, seen = [], False
     for epochs in iterations(history).values():
@@ -181,12 +181,12 @@ def _shuffles(iteration: Iteration) -> bool:
     return bool(dealt["shuffle"] if dealt.get("shuffle") is not None else iteration.begin.get("shuffles"))
 
 
-def _set_epochs(history: History, iteration: Iteration) -> int:
+def _set_epochs(history: EventHistory, iteration: Iteration) -> int:
     begin = iteration.begin
     return sum(event.get("sampler") == begin.get("sampler") for event in history.of("set_epoch", rank=begin["rank"]))
 
 
-def _same_order(history: History, its: list[Iteration]) -> bool:
+def _same_order(history: EventHistory, its: list[Iteration]) -> bool:
     epochs = {(it.begin.get("distributed") or {}).get("epoch") for it in its}
     if len(epochs) > 1:
         return False
@@ -198,7 +198,7 @@ def _same_order(history: History, its: list[Iteration]) -> bool:
     return len(set(map(str, first))) >= _FEW and all(order[:length] == first for order in orders)
 
 
-def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...]) -> Finding:
+def _same_epochs(history: EventHistory, its: list[Iteration], ranks: tuple[int, ...]) -> Finding:
     begin = its[0].begin
     dealt, calls = begin.get("distributed") or {}, _set_epochs(history, its[0])
     first = some(map(str, its[0].indices), 5)
@@ -217,7 +217,7 @@ def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...])
 
 
 @rule("LS103", "split-differs", "ranks split the data set differently")
-def split_differs(history: History) -> Iterable[Finding] | str:
+def split_differs(history: EventHistory) -> Iterable[Finding] | str:
     """random_split, or a Subset, that differs by rank below a sampler that deals one data set to all ranks."""
     found = iterations(history)
     dealt = [by_rank for epochs in found.values() for by_rank in list(epochs.values())[:1] if _is_dealt(by_rank)]
@@ -242,7 +242,7 @@ def split_differs(history: History) -> Iterable[Finding] | str:
     return "no sampler deals a random_split or Subset to ranks"
 
 
-def _splits(history: History) -> list[dict[int, Event]]:
+def _splits(history: EventHistory) -> list[dict[int, Event]]:
     """What split the data sets, in the order of rank 0: the events of the same call, by rank."""
     found: dict[Any, dict[int, Event]] = {}
     for rank, events in history.by_rank("split").items():
@@ -251,7 +251,7 @@ def _splits(history: History) -> list[dict[int, Event]]:
     return list(found.values())
 
 
-def _drawn_apart(history: History, sizes: set[Any]) -> Event | None:
+def _drawn_apart(history: EventHistory, sizes: set[Any]) -> Event | None:
     """The call that took different samples on each rank, equally many: of one of these sizes, or the only such line."""
     found = [each for each in _splits(history) if len(each) == len(history.ranks) > 1]
     found = [each for each in found if not differ({rank: event["lengths"] for rank, event in each.items()})]
@@ -275,7 +275,7 @@ def _split(event: Event, ranks: tuple[int, ...], what: str) -> Finding:
 
 
 @rule("LS104", "uneven-loaders", "ranks have different numbers of batches")
-def uneven_loaders(history: History) -> Iterable[Finding] | str:
+def uneven_loaders(history: EventHistory) -> Iterable[Finding] | str:
     """Training loaders with different numbers of batches on the ranks of a group, so that collectives do not match."""
     groups, found = replicas(history), iterations(history)
     if not groups:
@@ -294,7 +294,7 @@ def uneven_loaders(history: History) -> Iterable[Finding] | str:
     return findings if seen else _NO_LOADER
 
 
-def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
+def _uneven(history: EventHistory, its: dict[int, Iteration]) -> list[Finding]:
     lengths = {rank: it.begin.get("batches") for rank, it in its.items()}
     ends = {rank: it.end for rank, it in its.items()}
     backwards = {rank: end.get("backwards", 0) for rank, end in ends.items() if end}
@@ -322,7 +322,7 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     return [Finding("LS104", place(_made(first)), evidence, cause, remedy, tuple(its), first.begin["step"])]
 
 
-def _exchange(history: History, its: dict[int, Iteration]) -> bool:
+def _exchange(history: EventHistory, its: dict[int, Iteration]) -> bool:
     """True if the ranks exchanged anything in backward passes, and not equally often."""
     counts = dict.fromkeys(its, 0)
     for step in history.of("step"):
@@ -333,7 +333,7 @@ def _exchange(history: History, its: dict[int, Iteration]) -> bool:
 
 
 @rule("LS105", "own-data-set", "a sampler deals data sets that differ between ranks")
-def own_data_set(history: History) -> Iterable[Finding] | str:
+def own_data_set(history: EventHistory) -> Iterable[Finding] | str:
     """A sampler that deals one data set to all ranks, although sizes or contents differ."""
     findings, probed = [], probes(history)
     dealt = [by_rank for e in iterations(history).values() for by_rank in list(e.values())[:1] if _is_dealt(by_rank)]
@@ -377,7 +377,7 @@ def _other_contents(event: Event, by_rank: dict[int, list[list[Any]]]) -> str | 
 
 
 @rule("LS106", "whole-data", "every rank trains on the whole data set", "warning")
-def whole_data(history: History) -> Iterable[Finding] | str:
+def whole_data(history: EventHistory) -> Iterable[Finding] | str:
     """Loaders without a shard for each rank, shuffled differently on each rank: one epoch is N epochs."""
     groups, found = replicas(history), iterations(history)
     if not groups:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Finding, Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.buffers import overwritten
 from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some, uses
@@ -24,7 +24,7 @@ _WAITS = ("barrier", "monitored_barrier")
 
 
 @rule("LS601", "eval-duplicates", "an evaluation counts samples twice or leaves some out", "warning")
-def eval_duplicates(history: History) -> Iterable[Finding] | str:
+def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
     """Padding of a sampler that an evaluation counts, unless the script removes duplicates."""
     findings, seen = list[Finding](), False
     for epochs in iterations(history).values():
@@ -61,7 +61,7 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no evaluation of data that a sampler deals to ranks"
 
 
-def _dropped(by_rank: dict[int, Iteration], history: History) -> list[Finding]:
+def _dropped(by_rank: dict[int, Iteration], history: EventHistory) -> list[Finding]:
     """Samples that no rank evaluates, because a sampler or loader drops the last ones."""
     its = [it for it in by_rank.values() if it.is_complete and not it.is_training and it.begin.get("drop_last")]
     its = [it for it in its if (it.end or {}).get("forwards_eval")]
@@ -84,7 +84,7 @@ def _dropped(by_rank: dict[int, Iteration], history: History) -> list[Finding]:
 
 
 @rule("LS602", "eval-buffers-differ", "ranks evaluate with different buffers", "warning")
-def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
+def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Running statistics that differ between ranks when an evaluation begins."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     known = keys(history, "wrap", "model", "at")
@@ -113,7 +113,7 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
-def buffers_part(history: History) -> Iterable[Finding] | str:
+def buffers_part(history: EventHistory) -> Iterable[Finding] | str:
     """A layer's averages, such as a codebook, that each rank computes from its own batches."""
     apart = [wrap for wrap in history.of("wrap") if wrap.get("synced") is False and wrap.get("buffers")]
     local = {(wrap["rank"], str(wrap["model"])): wrap for wrap in apart}
@@ -133,7 +133,7 @@ def buffers_part(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS603", "integer-mean", "a mean of integers is rounded down")
-def integer_mean(history: History) -> Iterable[Finding] | str:
+def integer_mean(history: EventHistory) -> Iterable[Finding] | str:
     """A sum over ranks that is divided as an integer."""
     findings: list[Finding] = []
     for event in history.of("collective"):
@@ -154,7 +154,7 @@ def integer_mean(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS604", "mean-of-means", "a metric is a mean of unequal means", "warning")
-def mean_of_means(history: History) -> Iterable[Finding] | str:
+def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
     """A mean over batches or ranks that gives a small part the same weight as a large one."""
     findings: list[Finding] = []
     turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
@@ -170,7 +170,7 @@ def mean_of_means(history: History) -> Iterable[Finding] | str:
             remedy = "add up the sums and counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, but each mean has the same weight"
             cause = "a mean of roots or exponentials is not that of the mean" if "()" in words else cause
-            at, ranks = Place(file, row, function), tuple(by_rank)
+            at, ranks = SourceLine(file, row, function), tuple(by_rank)
             findings.append(Finding("LS604", at, words, cause, remedy, ranks, step))
     return findings if turns else "ranks exchanged no single number"
 
@@ -189,7 +189,7 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     return None
 
 
-def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
+def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
@@ -214,7 +214,7 @@ def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
 
 
 @rule("LS605", "metric-of-one-rank", "a metric of one rank's shard is logged", "warning")
-def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
+def metric_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
     """self.log in an evaluation, in Lightning without sync_dist, or by a Trainer: a different number on each rank."""
     told: dict[tuple[Any, ...], dict[int, list[float]]] = {}
     for event in history.of("log"):
@@ -235,13 +235,15 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
                 remedy = "call accelerator.gather_for_metrics on the inputs of the metric"
             if name in deciding:
                 cause = "each rank has the metric of its shard, so ranks may choose different best checkpoints"
-            findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
+            findings.append(
+                Finding("LS605", SourceLine(file, row, function), evidence, cause, remedy, tuple(by_rank), None)
+            )
     parts, seen = _parts_apart(history)
     parts, is_known = [*parts, *_statistics(history)], seen or any(history.of("log"))
     return [*findings, *parts] if is_known else "no evaluation of data that a sampler deals to ranks"
 
 
-def _statistics(history: History) -> list[Finding]:
+def _statistics(history: EventHistory) -> list[Finding]:
     """Training statistics that a Trainer logs at the same step, with a different value on each rank."""
     told: dict[tuple[Any, ...], dict[int, float]] = {}
     for event in history.of("log"):
@@ -255,12 +257,12 @@ def _statistics(history: History) -> list[Finding]:
             evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in by_rank.items()})}"
             cause = "each rank counts its own batches; rank 0's value is shown and kept"
             remedy = 'accelerator.reduce(..., reduction="sum") of the sums and the counts, before dividing'
-            at, ranks = Place(file, row, function), tuple(by_rank)
+            at, ranks = SourceLine(file, row, function), tuple(by_rank)
             findings.append(Finding("LS605", at, evidence, cause, remedy, ranks, step))
     return findings
 
 
-def _parts_apart(history: History) -> tuple[list[Finding], bool]:
+def _parts_apart(history: EventHistory) -> tuple[list[Finding], bool]:
     """Evaluations of a shard on each rank after which nothing is exchanged and no rank writes its own results."""
     findings, seen = list[Finding](), False
     by_trainer = uses(history, "transformers")
@@ -295,7 +297,7 @@ def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ..
     return is_whole and is_dealt and is_used and any(set(group) == by_rank.keys() for group in groups)
 
 
-def _exchanged(history: History, it: Iteration) -> bool:
+def _exchanged(history: EventHistory, it: Iteration) -> bool:
     """True if a rank exchanged anything in Python, or wrote a file, between the start of an evaluation and training."""
     later = [e["number"] for e in history.of("step", rank=it.begin["rank"]) if e["number"] > it.begin["number"]]
     end = min(later, default=float("inf"))
@@ -306,7 +308,7 @@ def _exchanged(history: History, it: Iteration) -> bool:
 
 
 @rule("LS607", "predictions-of-one-rank", "a file has the rows of one rank instead of all data", "warning")
-def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
+def predictions_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
     """Rows that one rank writes for its own samples, after a loop over data that a sampler deals to ranks."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
     saves = {(e["rank"], e["path"]): e for e in history.of("save") if (e["rank"], e.get("path")) in rows}
@@ -330,7 +332,7 @@ def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
     return findings if turns and saves else "no file of rows, or no loop over data that is dealt to ranks"
 
 
-def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, Iteration]) -> bool:
+def _is_of_part(history: EventHistory, save: Event, lines: int, by_rank: dict[int, Iteration]) -> bool:
     """True if one rank wrote as many lines as it had samples, and received nothing from the others."""
     it, rank = by_rank[save["rank"]], save["rank"]
     end, samples, size = it.end or {}, (it.end or {}).get("samples") or 0, it.begin.get("dataset_size") or 0
@@ -349,7 +351,7 @@ def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, It
 
 
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")
-def data_parallel(history: History) -> Iterable[Finding] | str:
+def data_parallel(history: EventHistory) -> Iterable[Finding] | str:
     """The wrapper of one process for several GPUs."""
     found = [event for event in history.of("wrap") if event["how"] == "data_parallel"]
     remedy = "use DistributedDataParallel with one process per GPU: torchrun --nproc-per-node N"
@@ -359,7 +361,7 @@ def data_parallel(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS801", "shared-gpu", "several ranks use one GPU")
-def shared_gpu(history: History) -> Iterable[Finding] | str:
+def shared_gpu(history: EventHistory) -> Iterable[Finding] | str:
     """Ranks of one group on one host whose models are on the same GPU."""
     hosts = {event["rank"]: event.get("host") for event in history.of("start")}
     by_gpu: dict[tuple[object, str], list[int]] = {}

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Finding, Place, Rule
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import Finding, Rule, SourceLine
 
 Key = tuple[str, int, int]
 """An object of the script: the file and line that made it, and its number among those that this line made."""
@@ -18,14 +18,14 @@ RULES: list[Rule] = []
 _REPLICAS = ("ddp", "fsdp1", "fsdp2")
 _NOWHERE = ("?", 0, "")
 
-Check = Callable[[History], Iterable[Finding] | str]
+Check = Callable[[EventHistory], Iterable[Finding] | str]
 
 
 def rule(id: str, name: str, title: str, severity: Literal["error", "warning"] = "error") -> Callable[[Check], Check]:
     """Make a function the check of a rule. Each line is reported once, with the ranks of all its findings."""
 
     def add(check: Check) -> Check:
-        def each_line_once(history: History) -> Iterable[Finding] | str:
+        def each_line_once(history: EventHistory) -> Iterable[Finding] | str:
             found = check(history)
             return found if isinstance(found, str) else _each_line_once(found)
 
@@ -44,9 +44,9 @@ def _each_line_once(findings: Iterable[Finding]) -> list[Finding]:
     return list(lines.values())
 
 
-def place(at: Sequence[Any] | None) -> Place | None:
+def place(at: Sequence[Any] | None) -> SourceLine | None:
     """The place of an event's `at` or `made_at`."""
-    return Place(*at) if at else None
+    return SourceLine(*at) if at else None
 
 
 def line(at: Sequence[Any] | None) -> str:
@@ -81,7 +81,7 @@ def differ(values: Mapping[int, object]) -> bool:
     return any(value != first and repr(value) != repr(first) for value in values.values())
 
 
-def group_of(history: History, wrap: Event) -> tuple[int, ...]:
+def group_of(history: EventHistory, wrap: Event) -> tuple[int, ...]:
     """The ranks that average gradients with the rank of this `wrap` event, itself included."""
     if "ranks" in wrap:
         return tuple(sorted(wrap["ranks"]))
@@ -91,7 +91,7 @@ def group_of(history: History, wrap: Event) -> tuple[int, ...]:
     return tuple(history.ranks)
 
 
-def replicas(history: History, *hows: str) -> list[tuple[int, ...]]:
+def replicas(history: EventHistory, *hows: str) -> list[tuple[int, ...]]:
     """Groups of ranks that train one model together, on different data.
 
     Args:
@@ -104,7 +104,7 @@ def replicas(history: History, *hows: str) -> list[tuple[int, ...]]:
     return sorted(group for group in groups if len(group) > 1)
 
 
-def keys(history: History, kind: str, what: str, made: str = "made_at") -> dict[tuple[int, int], Key]:
+def keys(history: EventHistory, kind: str, what: str, made: str = "made_at") -> dict[tuple[int, int], Key]:
     """The object that an id refers to, by rank and id. Objects of two ranks with the same key correspond."""
     found: dict[tuple[int, int], Key] = {}
     numbers: dict[tuple[int, str, int], int] = defaultdict(int)
@@ -127,7 +127,7 @@ def numbered(events: Iterable[Event]) -> Iterator[tuple[Key, Event]]:
         numbers[file, row] += 1
 
 
-def steps(history: History) -> dict[Key, dict[int, dict[int, Event]]]:
+def steps(history: EventHistory) -> dict[Key, dict[int, dict[int, Event]]]:
     """The `step` events: by optimizer, rank, and number of the optimizer's step."""
     known = keys(history, "optimizer", "optimizer")
     found: dict[Key, dict[int, dict[int, Event]]] = defaultdict(lambda: defaultdict(dict))
@@ -147,7 +147,7 @@ def passes(event: Event) -> list[Event]:
     return [each for each in backwards if "synced" in each] or backwards
 
 
-def optimizer_at(history: History, key: Key) -> Sequence[Any] | None:
+def optimizer_at(history: EventHistory, key: Key) -> Sequence[Any] | None:
     """The line that made an optimizer, or the line of its first step."""
     known = keys(history, "optimizer", "optimizer")
     for event in history.of("optimizer"):
@@ -156,6 +156,6 @@ def optimizer_at(history: History, key: Key) -> Sequence[Any] | None:
     return None
 
 
-def uses(history: History, framework: str) -> bool:
+def uses(history: EventHistory, framework: str) -> bool:
     """True if the script has imported this framework."""
     return any(event["name"] == framework for event in history.of("framework"))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import Key, line, named, passes, place, rule, some
@@ -24,7 +24,7 @@ _LISTED = 30
 """The most names of missing and unexpected keys in an event."""
 
 
-def _together(history: History) -> list[list[Event]]:
+def _together(history: EventHistory) -> list[list[Event]]:
     """Writes to one path by several ranks of one host at the same step."""
     hosts = {event["rank"]: event.get("host") for event in history.of("start")}
     found: dict[Any, dict[int, Event]] = defaultdict(dict)
@@ -35,7 +35,7 @@ def _together(history: History) -> list[list[Event]]:
     return [list(by_rank.values()) for by_rank in found.values() if len(by_rank) > 1]
 
 
-def _written(history: History, id: str, saved: bool) -> list[Finding] | str:
+def _written(history: EventHistory, id: str, saved: bool) -> list[Finding] | str:
     findings: dict[str, Finding] = {}
     for events in _together(history):
         ranks, event = tuple(sorted(each["rank"] for each in events)), events[0]
@@ -53,18 +53,18 @@ def _written(history: History, id: str, saved: bool) -> list[Finding] | str:
 
 
 @rule("LS701", "save-race", "several ranks write one checkpoint")
-def save_race(history: History) -> Iterable[Finding] | str:
+def save_race(history: EventHistory) -> Iterable[Finding] | str:
     """torch.save and the like, by several ranks, to the same path."""
     return _written(history, "LS701", saved=True)
 
 
 @rule("LS702", "text-race", "several ranks write one file", "warning")
-def text_race(history: History) -> Iterable[Finding] | str:
+def text_race(history: EventHistory) -> Iterable[Finding] | str:
     """open(..., "w") by several ranks, of the same path."""
     return _written(history, "LS702", saved=False)
 
 
-def _resumed(history: History) -> list[tuple[Event, Event]]:
+def _resumed(history: EventHistory) -> list[tuple[Event, Event]]:
     """Loads of files that the earlier run saved: the load and the last save of that path."""
     if history.previous is None:
         return []
@@ -76,7 +76,7 @@ def _resumed(history: History) -> list[tuple[Event, Event]]:
     return [(event, saves[event["path"]]) for event in history.of("load") if event.get("path") in saves]
 
 
-def _trained(history: History, rank: int) -> list[tuple[Key, Iteration]]:
+def _trained(history: EventHistory, rank: int) -> list[tuple[Key, Iteration]]:
     """The training iterations of a rank, in order."""
     turns = [(key, by_rank) for key, epochs in iterations(history).items() for by_rank in epochs.values()]
     found = [(key, by_rank[rank]) for key, by_rank in turns if rank in by_rank]
@@ -85,7 +85,7 @@ def _trained(history: History, rank: int) -> list[tuple[Key, Iteration]]:
 
 
 @rule("LS703", "resume-samples", "a resumed run repeats or skips samples")
-def resume_samples(history: History) -> Iterable[Finding] | str:
+def resume_samples(history: EventHistory) -> Iterable[Finding] | str:
     """The samples after a checkpoint was loaded, compared with those that the earlier run used before it was saved."""
     resumed = _resumed(history)
     if left_out := _left_out_again(history):
@@ -110,7 +110,7 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     return [Finding("LS703", at, evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 
-def _drawn_again(history: History, load: Event, save: Event) -> list[Finding]:
+def _drawn_again(history: EventHistory, load: Event, save: Event) -> list[Finding]:
     """A resumed run without a loader whose first inputs are those of the first steps of the earlier run."""
     runs = (history, history.previous)
     mine, first = ([e["digest"] for e in run.of("inputs", rank=load["rank"])] if run else [] for run in runs)
@@ -173,7 +173,7 @@ def _is_shuffled(iteration: Iteration) -> bool:
     return bool((iteration.begin.get("distributed") or {}).get("shuffle") or iteration.begin.get("shuffles"))
 
 
-def _used(history: History, it: Iteration, save: Event) -> int:
+def _used(history: EventHistory, it: Iteration, save: Event) -> int:
     """How many batches of an iteration the steps before a save had used. A framework draws one ahead of its use."""
     steps = [e for e in history.of("step", rank=save["rank"]) if it.begin["number"] < e["number"] < save["number"]]
     given = sum(micro["loader"] == it.begin["loader"] for e in steps for micro in e.get("micro_batches") or ())
@@ -181,7 +181,7 @@ def _used(history: History, it: Iteration, save: Event) -> int:
     return min(given, trained) or trained
 
 
-def _left_out_again(history: History) -> list[Finding]:
+def _left_out_again(history: EventHistory) -> list[Finding]:
     """Batches that a resumed run skips in its first epoch, and again in the next one."""
     first = min((event["step"] for event in history.of("step")), default=0)
     restored = {event.get("what") for event in history.of("state") if event["step"] <= first}
@@ -206,7 +206,7 @@ def _left_out_again(history: History) -> list[Finding]:
     return []
 
 
-def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
+def _passed_over(history: EventHistory, it: Iteration) -> tuple[int, Any]:
     """How many batches a loop took before the first one that it trained on, and the `if` that skipped them, if any."""
     end, begin, at = (it.end or {}).get("number", float("inf")), it.begin, it.begin.get("at")
     steps = [e for e in history.of("step", rank=begin["rank"]) if begin["number"] < e["number"] < end][:2]
@@ -223,7 +223,7 @@ def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
 
 
 @rule("LS704", "resume-without-state", "a resumed run has lost the state of the optimizer")
-def resume_without_state(history: History) -> Iterable[Finding] | str:
+def resume_without_state(history: EventHistory) -> Iterable[Finding] | str:
     """A run that loads the model of an earlier run, but not its optimizer or scheduler."""
     resumed = _resumed(history)
     if not resumed:
@@ -250,7 +250,7 @@ def _has_momentum(event: Event) -> bool:
 
 
 @rule("LS705", "shards-saved", "a file has the shards of one rank instead of the whole model")
-def shards_saved(history: History) -> Iterable[Finding] | str:
+def shards_saved(history: EventHistory) -> Iterable[Finding] | str:
     """A checkpoint of a sharded model that one rank writes from its own shards."""
     sharded = [wrap for wrap in history.of("wrap") if wrap["how"].startswith("fsdp")]
     by_step: dict[int, list[Event]] = defaultdict(list)
@@ -272,7 +272,7 @@ def shards_saved(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS706", "read-too-early", "a rank reads a file that another rank may not have written yet", "warning")
-def read_too_early(history: History) -> Iterable[Finding] | str:
+def read_too_early(history: EventHistory) -> Iterable[Finding] | str:
     """A file of one rank that another rank reads, without anything between that makes it wait."""
     saves = {(str(event.get("path")), event["rank"]): event for event in history.of("save")}
     for event in history.of("rename"):
@@ -294,7 +294,7 @@ def read_too_early(history: History) -> Iterable[Finding] | str:
     return [] if seen else "no rank read a file that another rank wrote"
 
 
-def _waited(history: History, save: Event, read: Event) -> bool:
+def _waited(history: EventHistory, save: Event, read: Event) -> bool:
     """True if a reader took part in a collective that the writer made after its write."""
     if any((event.get("cut") or {}).get("collective") for event in history.of("exit")):
         return True
@@ -308,7 +308,7 @@ def _waited(history: History, save: Event, read: Event) -> bool:
 
 
 @rule("LS708", "loaded-on-some-ranks", "weights were loaded on some ranks only")
-def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
+def loaded_on_some_ranks(history: EventHistory) -> Iterable[Finding] | str:
     """A state that only some ranks loaded into a model that FSDP then shards: each rank shards its own weights."""
     wraps = {(e["rank"], e.get("names_digest")): e for e in history.of("wrap") if e["how"].startswith("fsdp")}
     loads: dict[str, dict[int, Event]] = defaultdict(dict)
@@ -333,7 +333,7 @@ def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS707", "nothing-loaded", "a checkpoint was read, but none of it reached the model")
-def nothing_loaded(history: History) -> Iterable[Finding] | str:
+def nothing_loaded(history: EventHistory) -> Iterable[Finding] | str:
     """load_state_dict(..., strict=False) with a prefix such as `module.` in the names, or load_state before prepare."""
     for event in history.of("load_state"):
         later = [wrap for wrap in history.of("wrap") if wrap["rank"] == event["rank"]]

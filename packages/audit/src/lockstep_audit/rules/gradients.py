@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, line, named, place, rule, some
@@ -24,7 +24,7 @@ _UNUSED = (
 )
 
 
-def _waits_for_unused(history: History) -> bool:
+def _waits_for_unused(history: EventHistory) -> bool:
     """True if a rank ended with DDP's error about parameters without a gradient."""
     errors = [event.get("error") or {} for event in history.of("exit")]
     return any("find_unused_parameters" in str(error.get("message")) for error in errors)
@@ -34,17 +34,17 @@ def _backwards(parting: Parting) -> list[Event]:
     return [each for event in parting.events.values() for each in event.get("backwards") or ()]
 
 
-def _wrapped_at(history: History, parting: Parting) -> Any:
+def _wrapped_at(history: EventHistory, parting: Parting) -> Any:
     return next((wrap.get("at") for wrap in history.of("wrap", rank=parting.ranks[0])), None)
 
 
-def _caused(history: History, kind: str, parting: Parting) -> list[Event]:
+def _caused(history: EventHistory, kind: str, parting: Parting) -> list[Event]:
     """Events of a kind on the ranks of a divergence, before it."""
     last = {rank: parting.events[rank]["number"] for rank in parting.ranks}
     return [e for e in history.of(kind) if e["number"] <= last.get(e["rank"], -1)]
 
 
-def _bypasses(history: History, parting: Parting) -> list[Event]:
+def _bypasses(history: EventHistory, parting: Parting) -> list[Event]:
     """Calls past the wrapper on these ranks before a divergence; any such call, if no pass came from the wrapper.
 
     Calls of submodules matter only in that case: next to a wrapped pass, their gradients are exchanged.
@@ -68,7 +68,7 @@ def _without_sync(parting: Parting) -> bool:
 
 
 @rule("LS201", "replicas-part", "parameters of replicas differ")
-def replicas_part(history: History) -> Iterable[Finding] | str:
+def replicas_part(history: EventHistory) -> Iterable[Finding] | str:
     """Replicas that diverge for a reason that no other rule of this group names."""
     found, compared = partings(history)
     findings = []
@@ -85,7 +85,7 @@ def replicas_part(history: History) -> Iterable[Finding] | str:
     return findings if compared else _NOTHING
 
 
-def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+def _restored_apart(history: EventHistory, parting: Parting) -> tuple[Any, str, set[int]] | None:
     """A state that some ranks loaded before a divergence, and others did not: place, what, ranks."""
     for what in ("optimizer", "model", "scheduler"):
         events = [event for event in _caused(history, "state", parting) if event.get("what") == what]
@@ -98,7 +98,7 @@ def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[i
     return None
 
 
-def _written_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+def _written_apart(history: EventHistory, parting: Parting) -> tuple[Any, str, set[int]] | None:
     """The first write to a diverged parameter that not all ranks made alike: place, name, ranks that wrote."""
     parted = {name.rpartition(":")[2] for name in parting.parameters}
     writes: dict[tuple[Any, ...], dict[int, Event]] = {}
@@ -135,13 +135,13 @@ def _other_rates(parting: Parting) -> bool:
     return differ(known)
 
 
-def _optimizers(history: History, parting: Parting) -> dict[int, Event]:
+def _optimizers(history: EventHistory, parting: Parting) -> dict[int, Event]:
     """The first events of the optimizer whose step diverged, by rank."""
     told = [e for e in history.of("optimizer") if e["optimizer"] == parting.events.get(e["rank"], {}).get("optimizer")]
     return {event["rank"]: event for event in reversed(told)}
 
 
-def _parted(history: History, parting: Parting) -> Finding:
+def _parted(history: EventHistory, parting: Parting) -> Finding:
     at, cause = parting.first.get("at"), None
     remedy = "compare the ranks around this step; every rank must treat its model in the same way"
     backwards, restored = _backwards(parting), _restored_apart(history, parting)
@@ -181,7 +181,7 @@ def _parted(history: History, parting: Parting) -> Finding:
 
 
 @rule("LS202", "wrapper-bypassed", "the model is called without its wrapper")
-def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
+def wrapper_bypassed(history: EventHistory) -> Iterable[Finding] | str:
     """`model.module(...)` in training, with gradients that differ because of it."""
     found, compared = partings(history)
     findings = []
@@ -198,7 +198,7 @@ def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS203", "unfrozen-late", "parameters were unfrozen after the model was wrapped")
-def unfrozen_late(history: History) -> Iterable[Finding] | str:
+def unfrozen_late(history: EventHistory) -> Iterable[Finding] | str:
     """Parameters whose requires_grad changed after DDP(...), and whose gradients are not exchanged."""
     found, compared = partings(history)
     findings = []
@@ -235,7 +235,7 @@ def _unfrozen_at(event: Event, wrapped_at: Any) -> Any:
 
 
 @rule("LS204", "step-without-sync", "the optimizer steps on gradients that were not exchanged")
-def step_without_sync(history: History) -> Iterable[Finding] | str:
+def step_without_sync(history: EventHistory) -> Iterable[Finding] | str:
     """Steps whose backward passes were all under no_sync, or whose flag was set too late."""
     found, compared = partings(history)
     findings = []

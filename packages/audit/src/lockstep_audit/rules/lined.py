@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import orders, sources
 from lockstep_audit.rules.facts import line, place, rule
@@ -17,7 +17,7 @@ _GATHERS = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object
 
 
 @rule("LS610", "order-of-ranks", "gathered rows are in the order of ranks instead of the data's order", "warning")
-def order_of_ranks(history: History) -> Iterable[Finding] | str:
+def order_of_ranks(history: EventHistory) -> Iterable[Finding] | str:
     """Predictions of each rank's shard, concatenated by rank, next to the data in their own order."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
     findings, seen = list[Finding](), False
@@ -56,7 +56,7 @@ def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
     return size > _FEW and is_whole and is_sorted and order[:size] != sorted(order[:size])
 
 
-def _lone(history: History, it: Iteration) -> Event | None:
+def _lone(history: EventHistory, it: Iteration) -> Event | None:
     """The gather of one row per sample of an evaluation, if it is the only one between the loops around it."""
     begin, samples = it.begin, len(it.indices)
     later = [e["number"] for e in history.of("loader", "step", rank=begin["rank"]) if e["number"] > begin["number"]]
@@ -75,7 +75,7 @@ def _rows(gather: Event) -> int | None:
     return found
 
 
-def _use(history: History, gather: Event, size: int, world: int, rows: dict[tuple[int, Any], int]) -> str | None:
+def _use(history: EventHistory, gather: Event, size: int, world: int, rows: dict[tuple[int, Any], int]) -> str | None:
     """What the script did with the rows gathered in the order of ranks: compare or write them."""
     mine = [e for e in history.of("lined_up", "save", rank=gather["rank"]) if e["number"] > gather["number"]]
     mine = [event for event in mine if event["step"] == gather["step"]]
@@ -94,7 +94,7 @@ def _use(history: History, gather: Event, size: int, world: int, rows: dict[tupl
 
 
 @rule("LS611", "summed-again", "a running count is summed over ranks repeatedly", "warning")
-def summed_again(history: History) -> Iterable[Finding] | str:
+def summed_again(history: EventHistory) -> Iterable[Finding] | str:
     """An in-place sum over ranks of a running count. Afterwards it holds the count of all ranks."""
     lines, findings = dict[str, dict[int, Event]](), []
     for event in history.of("summed_again"):
@@ -114,7 +114,7 @@ def summed_again(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS608", "padding-counted", "padding counts in a metric", "warning")
-def padding_counted(history: History) -> Iterable[Finding] | str:
+def padding_counted(history: EventHistory) -> Iterable[Finding] | str:
     """Labels with -100 that a gather pads with the number of a class. Decoded tokens drop theirs."""
     found: dict[str, list[Event]] = {}
     for event in history.of("padded"):

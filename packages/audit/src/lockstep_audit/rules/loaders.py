@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import SourceLine
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import Key, differ, keys, place
 
@@ -58,7 +58,7 @@ class Iteration:
 Iterations = dict[Key, dict[int, dict[int, Iteration]]]
 
 
-def iterations(history: History) -> Iterations:
+def iterations(history: EventHistory) -> Iterations:
     """All iterations: by loader, epoch (iterations of the loader before), and rank."""
     known = keys(history, "loader", "loader")
     by_id: dict[tuple[int, int, int], Iteration] = {}
@@ -82,7 +82,7 @@ def iterations(history: History) -> Iterations:
     return found
 
 
-def restored(history: History, begins: Mapping[int, Event]) -> Place | None:
+def restored(history: EventHistory, begins: Mapping[int, Event]) -> SourceLine | None:
     """Where ranks with the same samples restored one generator state from one file that all of them loaded.
 
     Args:
@@ -105,7 +105,7 @@ def restored(history: History, begins: Mapping[int, Event]) -> Place | None:
         return None
     files = [first.get("defined_in"), *(at[0] for at in (first.get("made_at"), first.get("at")) if at)]
     rows = [(file, row) for file in dict.fromkeys(files) if file for row in _sets_states(file)]
-    return Place(*rows[0], "") if rows else None
+    return SourceLine(*rows[0], "") if rows else None
 
 
 def _sets_states(path: str) -> list[int]:
@@ -116,7 +116,7 @@ def _sets_states(path: str) -> list[int]:
     return sorted([*rows, *(t.lineno for t in targets if ast.unparse(t).endswith(".bit_generator.state"))])
 
 
-def _mark_used(history: History, by_id: dict[tuple[int, int, int], Iteration]) -> None:
+def _mark_used(history: EventHistory, by_id: dict[tuple[int, int, int], Iteration]) -> None:
     """Mark the iterations whose batches steps used: the last one that began before each step."""
     for step in history.of("step"):
         for micro in step.get("micro_batches") or ():

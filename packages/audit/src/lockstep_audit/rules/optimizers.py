@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import facts, sources
 
@@ -13,7 +13,7 @@ _NO_STEPS = "no ranks of one group made steps of one optimizer"
 _PLATEAU = "ReduceLROnPlateau"
 
 
-def _shared(history: History) -> list[tuple[facts.Key, tuple[int, ...], dict[int, dict[int, Event]]]]:
+def _shared(history: EventHistory) -> list[tuple[facts.Key, tuple[int, ...], dict[int, dict[int, Event]]]]:
     """Optimizers that several ranks of one group step: key, ranks, steps."""
     found = []
     for key, by_rank in facts.steps(history).items():
@@ -25,7 +25,7 @@ def _shared(history: History) -> list[tuple[facts.Key, tuple[int, ...], dict[int
 
 
 @facts.rule("LS301", "rates-differ", "hyperparameters of an optimizer differ between ranks")
-def rates_differ(history: History) -> Iterable[Finding] | str:
+def rates_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Learning rates and the like that differ at the same step."""
     shared, findings = _shared(history), []
     plateaus = _plateaus(history)
@@ -73,7 +73,7 @@ def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, dict[int, Event
     return None
 
 
-def _plateaus(history: History) -> list[tuple[Event, dict[int, Any]]]:
+def _plateaus(history: EventHistory) -> list[tuple[Event, dict[int, Any]]]:
     """Steps of ReduceLROnPlateau whose metric differs by rank: an event, and the metric by rank."""
     known = facts.keys(history, "scheduler", "scheduler", "at")
     found: dict[Any, dict[int, Event]] = {}
@@ -87,7 +87,7 @@ def _plateaus(history: History) -> list[tuple[Event, dict[int, Any]]]:
 
 
 @facts.rule("LS302", "local-plateau", "ReduceLROnPlateau decides from the metric of one rank")
-def local_plateau(history: History) -> Iterable[Finding] | str:
+def local_plateau(history: EventHistory) -> Iterable[Finding] | str:
     """A metric that differs between ranks. Their learning rates will differ, too."""
     findings = []
     for event, metrics in _plateaus(history)[:1]:
@@ -103,7 +103,7 @@ def local_plateau(history: History) -> Iterable[Finding] | str:
 
 
 @facts.rule("LS303", "optimizer-owns-nothing", "the optimizer has no parameter of the trained model")
-def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
+def optimizer_owns_nothing(history: EventHistory) -> Iterable[Finding] | str:
     """An optimizer that was made before the model was sharded or replaced: its steps have no effect."""
     wrapped = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     if not wrapped:
@@ -131,7 +131,7 @@ def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
 
 
 @facts.rule("LS304", "clip-before-unscale", "gradients are clipped while they are scaled")
-def clip_before_unscale(history: History) -> Iterable[Finding] | str:
+def clip_before_unscale(history: EventHistory) -> Iterable[Finding] | str:
     """clip_grad_norm_ before scaler.unscale_: the limit applies to gradients that are thousands of times too large."""
     findings, seen = list[Finding](), False
     for event in history.of("step"):
@@ -148,7 +148,7 @@ def clip_before_unscale(history: History) -> Iterable[Finding] | str:
 
 
 @facts.rule("LS305", "scalers-differ", "loss scales differ between ranks")
-def scalers_differ(history: History) -> Iterable[Finding] | str:
+def scalers_differ(history: EventHistory) -> Iterable[Finding] | str:
     """A GradScaler that skips a step only on some ranks, or whose scale differs."""
     findings, seen = [], False
     for _, ranks, by_rank in _shared(history):
@@ -173,7 +173,7 @@ def scalers_differ(history: History) -> Iterable[Finding] | str:
 
 
 @facts.rule("LS306", "scheduler-too-fast", "the scheduler steps several times for each optimizer step", "warning")
-def scheduler_too_fast(history: History) -> Iterable[Finding] | str:
+def scheduler_too_fast(history: EventHistory) -> Iterable[Finding] | str:
     """A learning rate that falls N times too fast. Accelerate does this by design, and is excluded."""
     stepped = [event for event in history.of("scheduler") if event.get("per_step") is not None]
     if facts.uses(history, "accelerate"):

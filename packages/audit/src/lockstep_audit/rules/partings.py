@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.rules.facts import differ, named, replicas, some, steps
 from lockstep_audit.rules.loaders import iterations
 
@@ -41,7 +41,7 @@ class Parting:
         return f"at step {self.first['step']}, {' and '.join(what)} between {named(self.ranks)}"
 
 
-def partings(history: History) -> tuple[list[Parting], bool]:
+def partings(history: EventHistory) -> tuple[list[Parting], bool]:
     """The first divergence of each optimizer's model, and whether any step was compared.
 
     Replicas that are equal again later, or that the script averages itself, diverge on purpose.
@@ -67,7 +67,7 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     return found, compared
 
 
-def own_from_the_start(history: History) -> set[str]:
+def own_from_the_start(history: EventHistory) -> set[str]:
     """Parameters that each rank has for itself, such as experts: they start unequal, and nothing exchanges them.
 
     The model's other parameters must be equal, and the script must exchange by hand or with an all-to-all. Or each
@@ -88,7 +88,7 @@ def own_from_the_start(history: History) -> set[str]:
     return set()
 
 
-def _keep_their_own(history: History) -> bool:
+def _keep_their_own(history: EventHistory) -> bool:
     """True if a wrapper exists, no sampler deals data to ranks, and each rank saves files that no other rank saves."""
     if not any(history.of("wrap")) or any(history.of("hand_reduce")):
         return False
@@ -110,7 +110,7 @@ def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) 
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
-def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> list[Parting]:
+def _at_the_end(history: EventHistory, by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> list[Parting]:
     """The parameters of a model of DDP at the end of the script, as if the last step had been looked at."""
     ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
     lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
@@ -124,7 +124,7 @@ def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], igno
     return list(compared_steps({rank: {0: event} for rank, event in events.items()}, ranks, ignored))
 
 
-def averages(history: History) -> bool:
+def averages(history: EventHistory) -> bool:
     """True if the script exchanges tensors itself between steps: perhaps parameters."""
     shapes: dict[tuple[str, int], set[str]] = {}
     of_gradients, evaluations = {str(event.get("at")) for event in history.of("hand_reduce")}, _evaluations(history)
@@ -139,7 +139,7 @@ def averages(history: History) -> bool:
     return any(len(each) > 1 for each in shapes.values())
 
 
-def _evaluations(history: History) -> dict[int, list[tuple[int, int]]]:
+def _evaluations(history: EventHistory) -> dict[int, list[tuple[int, int]]]:
     """For each rank: the numbers of the events at which evaluation-only iterations begin and end."""
     found: dict[int, list[tuple[int, int]]] = {}
     for epochs in iterations(history).values():
@@ -149,12 +149,12 @@ def _evaluations(history: History) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def hooked(history: History) -> bool:
+def hooked(history: EventHistory) -> bool:
     """True if a communication hook (local SGD, compression) exchanges in its own way."""
     return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
 
 
-def _meet(history: History, parting: Parting) -> bool:
+def _meet(history: EventHistory, parting: Parting) -> bool:
     """True if the parameters of wrapped models are equal at the end of the script, and some of them had diverged."""
     ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in parting.ranks}
     known = {
@@ -164,7 +164,7 @@ def _meet(history: History, parting: Parting) -> bool:
     return len(ends) == len(parting.ranks) and all(ends.values()) and not differ(ends) and not is_other
 
 
-def unwrapped(history: History) -> set[str]:
+def unwrapped(history: EventHistory) -> set[str]:
     """Names of parameters in optimizers that belong to no wrapped model, next to those of a wrapped model."""
     return {name for event in history.of("optimizer") for name in event.get("unwrapped") or ()}
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps, uses
@@ -16,7 +16,7 @@ _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss"
 
 
 @rule("LS208", "shards-scaled-apart", "shards of one gradient are scaled by different factors")
-def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
+def shards_scaled_apart(history: EventHistory) -> Iterable[Finding] | str:
     """Clipping with a norm that each rank computes from its own shards."""
     findings, seen = [], False
     for by_rank in steps(history).values():
@@ -40,7 +40,7 @@ def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS215", "labels-of-rank-0", "labels of gathered features lack the offset of the rank")
-def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
+def labels_of_rank_0(history: EventHistory) -> Iterable[Finding] | str:
     """A contrastive loss with the features of all ranks as columns, but labels 0, 1, 2, ... on every rank."""
     told = list(history.of("labels"))
     for event in told:
@@ -55,7 +55,7 @@ def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS216", "gathered-constant", "gathered features carry no gradient", "warning")
-def gathered_constant(history: History) -> Iterable[Finding] | str:
+def gathered_constant(history: EventHistory) -> Iterable[Finding] | str:
     """all_gather of features that need a gradient: the loss treats the result as constants."""
     own = "or put the rank's own features back into the result"
     cause = "the gather copies values: gathered features, including the local ones, carry no gradient"
@@ -68,7 +68,7 @@ def gathered_constant(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS209", "sum-not-awaited", "gradients are used before their sum is complete")
-def sum_not_awaited(history: History) -> Iterable[Finding] | str:
+def sum_not_awaited(history: EventHistory) -> Iterable[Finding] | str:
     """all_reduce(gradient, async_op=True) without wait() before the step."""
     findings: list[Finding] = []
     for event in history.of("hand_reduce"):
@@ -82,7 +82,7 @@ def sum_not_awaited(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS210", "evaluation-mode", "the model is trained in evaluation mode", "warning")
-def evaluation_mode(history: History) -> Iterable[Finding] | str:
+def evaluation_mode(history: EventHistory) -> Iterable[Finding] | str:
     """model.train() that is missing after an evaluation, or on some ranks."""
     modal = {(event["rank"], event["model"]) for event in history.of("wrap") if event.get("modal")}
     findings, seen = [], False
@@ -111,7 +111,7 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS211", "divided-twice", "the loss is divided once too often", "warning")
-def divided_twice(history: History) -> Iterable[Finding] | str:
+def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
     """loss / world_size under a wrapper that averages, or loss / accumulation in a framework that also divides."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: list[Finding] = []
@@ -159,7 +159,7 @@ def _division(loss_at: Any, at: Any) -> Any:
     return [at[0], rows[0], at[2]] if len(rows) == 1 else loss_at
 
 
-def _given(history: History) -> dict[tuple[int, int, float], str]:
+def _given(history: EventHistory) -> dict[tuple[int, int, float], str]:
     """By optimizer, step and number: what all ranks together received in this step."""
     sums: dict[tuple[int, int, str], dict[int, int]] = {}
     for (event, batches), what in itertools.product(_fed(history), ("samples", "valid", "shifted")):
@@ -171,7 +171,7 @@ def _given(history: History) -> dict[tuple[int, int, float], str]:
     return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
 
 
-def _fed(history: History) -> Iterator[tuple[Event, list[Event]]]:
+def _fed(history: EventHistory) -> Iterator[tuple[Event, list[Event]]]:
     """Steps, and the batches of each. If a framework draws batches ahead, each backward pass has one, in order."""
     waiting: dict[tuple[int, int], list[Event]] = {}
     for event in history.of("step"):
@@ -194,7 +194,7 @@ def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
 
 
 @rule("LS218", "multiplied-mean", "a mean loss is multiplied by the number of ranks", "warning")
-def multiplied_mean(history: History) -> Iterable[Finding] | str:
+def multiplied_mean(history: EventHistory) -> Iterable[Finding] | str:
     """A loss that ignores num_items_in_batch, in a transformers Trainer that expects a sum divided by all items."""
     told = list(history.of("scaled_loss"))
     for event in told:
@@ -211,7 +211,7 @@ def multiplied_mean(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")
-def class_weights_differ(history: History) -> Iterable[Finding] | str:
+def class_weights_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Class weights of a loss that each rank computes from its own shard of the data."""
     lines: dict[tuple[str, int], dict[int, Event]] = {}
     for event in history.of("class_weights"):
@@ -231,7 +231,7 @@ def class_weights_differ(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS212", "clip-before-average", "each rank clips its own gradient before ranks average", "warning")
-def clip_before_average(history: History) -> Iterable[Finding] | str:
+def clip_before_average(history: EventHistory) -> Iterable[Finding] | str:
     """Clipping before the script's all_reduce: the limit applies to gradients that no step uses."""
     reduced = {(e["rank"], e["step"]) for e in history.of("hand_reduce")}
     findings: list[Finding] = []

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import place, rule, some, steps, uses
@@ -23,7 +23,7 @@ _NO_STEP = "no optimizer made a step"
 
 
 @rule("LS307", "schedule-length", "the schedule is longer or shorter than the training", "warning")
-def schedule_length(history: History) -> Iterable[Finding] | str:
+def schedule_length(history: EventHistory) -> Iterable[Finding] | str:
     """A schedule made for batches, or for the steps of one process, that steps by epochs; a learning rate of zero."""
     findings: list[Finding] = []
     ended = all(not e.get("code") and not e.get("error") for e in history.of("exit"))
@@ -41,7 +41,7 @@ def schedule_length(history: History) -> Iterable[Finding] | str:
     return findings or _without_rate(history, told) if told else "no schedule over several optimizer steps"
 
 
-def _rounds(history: History, rank: int) -> int:
+def _rounds(history: EventHistory, rank: int) -> int:
     """How often a rank trained on all batches of its loader. 0: it stopped, or may have been stopped, early."""
     loops = [[by_rank[rank] for by_rank in turns.values() if rank in by_rank] for turns in iterations(history).values()]
     trained = [its for its in loops if its and all(it.is_training for it in its)]
@@ -92,7 +92,7 @@ def _of_all_ranks(event: Event, world: int, rounds: int) -> int | None:
     return next((n for n in numbers if abs(n - world * made) <= (world if n % rounds else rest)), None)
 
 
-def _without_rate(history: History, told: Sequence[Event]) -> list[Finding]:
+def _without_rate(history: EventHistory, told: Sequence[Event]) -> list[Finding]:
     """Optimizers whose learning rates fall to zero and that keep stepping."""
     findings = []
     for by_rank in steps(history).values() if told else ():
@@ -113,7 +113,7 @@ def _without_rate(history: History, told: Sequence[Event]) -> list[Finding]:
 
 
 @rule("LS308", "left-out", "parameters have gradients, but no optimizer has them", "warning")
-def left_out(history: History) -> Iterable[Finding] | str:
+def left_out(history: EventHistory) -> Iterable[Finding] | str:
     """Parameters of a wrapped model that no optimizer trains."""
     made = {event["rank"]: event for event in history.of("optimizer") if event.get("owned")}
     findings: list[Finding] = []
@@ -129,7 +129,7 @@ def left_out(history: History) -> Iterable[Finding] | str:
     return findings if made else "no optimizer of a wrapped model made a step"
 
 
-def _looked_at(history: History) -> list[list[list[Event]]]:
+def _looked_at(history: EventHistory) -> list[list[list[Event]]]:
     """For each optimizer, on each rank: the examined steps that follow a backward pass, if there are any."""
     found = []
     for by_rank in steps(history).values():
@@ -155,7 +155,7 @@ def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, 
 
 
 @rule("LS309", "no-gradients", "the optimizer steps without gradients")
-def no_gradients(history: History) -> Iterable[Finding] | str:
+def no_gradients(history: EventHistory) -> Iterable[Finding] | str:
     """Steps after a backward pass that find no gradients, or only zeros: nothing is trained."""
     looked = _looked_at(history)
     if uses(history, "deepspeed") or not looked:
@@ -177,7 +177,7 @@ def _has_none(events: list[Event]) -> bool:
 
 
 @rule("LS310", "never-cleared", "gradients are never cleared", "warning")
-def never_cleared(history: History) -> Iterable[Finding] | str:
+def never_cleared(history: EventHistory) -> Iterable[Finding] | str:
     """Steps whose gradients still contain those of all earlier steps."""
     # The first step of a loop is examined too late to know what its backward pass began with.
     turns = [events for ranks in _looked_at(history) for events in ranks]

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Finding, Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, each_rank, named, numbered, place, replicas, rule, some
 from lockstep_audit.rules.loaders import Iteration, iterations
@@ -32,7 +32,7 @@ def _made(iteration: Iteration) -> Any:
     return iteration.begin.get("made_at") or iteration.begin.get("at")
 
 
-def _firsts(history: History) -> list[dict[int, Iteration]]:
+def _firsts(history: EventHistory) -> list[dict[int, Iteration]]:
     """The first training iterations of each loader, by rank."""
     found = []
     for epochs in iterations(history).values():
@@ -43,7 +43,7 @@ def _firsts(history: History) -> list[dict[int, Iteration]]:
 
 
 @rule("LS107", "shared-twice", "the data are sharded twice", "warning")
-def shared_twice(history: History) -> Iterable[Finding] | str:
+def shared_twice(history: EventHistory) -> Iterable[Finding] | str:
     """A rank's shard that a framework or a second sampler shards again."""
     findings, firsts = [], _firsts(history)
     for its in firsts:
@@ -127,7 +127,7 @@ def _apart(streams: list[list[Any]]) -> bool:
 
 
 @rule("LS108", "shares-wrong", "shards of ranks overlap or leave samples out")
-def shares_wrong(history: History) -> Iterable[Finding] | str:
+def shares_wrong(history: EventHistory) -> Iterable[Finding] | str:
     """Samplers of ranks that deal from different orders, or to more ranks than there are."""
     groups, findings, seen = replicas(history), [], False
     fixed = _fixed(history)
@@ -159,7 +159,7 @@ def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) 
     return Finding("LS108", place(_made(first)), evidence, cause, remedy, ranks, first.begin["step"])
 
 
-def _fixed(history: History) -> set[tuple[int, int]]:
+def _fixed(history: EventHistory) -> set[tuple[int, int]]:
     """Ranks and loaders that read the same samples in all epochs, in different orders: a split by hand."""
     found = set()
     for epochs in iterations(history).values():
@@ -198,7 +198,7 @@ def _overlap(one: Iteration, other: Iteration, mine: set[int], theirs: set[int],
 
 
 @rule("LS109", "workers-repeat", "all workers of a loader read the same samples")
-def workers_repeat(history: History) -> Iterable[Finding] | str:
+def workers_repeat(history: EventHistory) -> Iterable[Finding] | str:
     """An IterableDataset with several workers that each yield the whole stream."""
     findings, seen = [], False
     for its in _firsts(history):
@@ -221,7 +221,7 @@ def workers_repeat(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS110", "ids-differ", "class or label ids differ between ranks")
-def ids_differ(history: History) -> Iterable[Finding] | str:
+def ids_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Words or classes whose numbers follow an order that differs by rank, such as that of a set, or hash()."""
     findings, seen = list[Finding](), False
     for event, by_rank in [*probes(history), *_held(history)]:
@@ -240,7 +240,7 @@ def ids_differ(history: History) -> Iterable[Finding] | str:
                 if not lines and (lines := _hashes(files)):
                     cause = "hash() of the same text differs between Python processes"
                     remedy = "use zlib.crc32(text.encode()), or another hash that is the same in every process"
-                at = Place(*lines[0], "") if lines else place(event.get("at"))
+                at = SourceLine(*lines[0], "") if lines else place(event.get("at"))
                 findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
                 break
     return findings if seen else "no samples of data that a sampler deals to ranks were compared"
@@ -263,7 +263,7 @@ def _renamed(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [pair for pair in pairs if pair[0] != pair[1]] if is_renamed and not is_shifted else []
 
 
-def _held(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
+def _held(history: EventHistory) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
     """Integers that scripts without a loader hold, in the form of `probes`: each variable is a field of one sample."""
     told = {event["rank"]: event for event in history.of("numbers")}
     if len(told) < 2 or not replicas(history):
@@ -274,7 +274,7 @@ def _held(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
 
 
 @rule("LS113", "order-lost", "the order of the script's sampler is lost", "warning")
-def order_lost(history: History) -> Iterable[Finding] | str:
+def order_lost(history: EventHistory) -> Iterable[Finding] | str:
     """Training loaders whose samples are dealt at random, although the script's sampler has its own order."""
     findings, firsts = {}, _firsts(history)
     for by_rank in firsts:
@@ -296,7 +296,7 @@ def order_lost(history: History) -> Iterable[Finding] | str:
 
 
 @rule("LS112", "inputs-differ", "the same samples have different inputs on each rank", "warning")
-def inputs_differ(history: History) -> Iterable[Finding] | str:
+def inputs_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Inputs that each rank prepares in its own way, such as with the mean of its shard of the data."""
     findings, probed = {}, probes(history)
     for event, by_rank in probed:
@@ -317,7 +317,7 @@ def inputs_differ(history: History) -> Iterable[Finding] | str:
                 remedy = "set it in setup, which runs on all ranks, and let prepare_data only write files"
             elif found and (lines := sources.made_on_one_rank(found[0], found[1])):
                 cause = "only one rank sets this, and the others prepare the data without it"
-            at = Place(*lines[0], "") if lines else at
+            at = SourceLine(*lines[0], "") if lines else at
             findings[at] = Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"])
     return list(findings.values()) if probed else "no samples of data that a sampler deals to ranks were compared"
 
@@ -331,7 +331,7 @@ def _pairs(parts: list[Any]) -> list[tuple[int, int]]:
     return list(zip(*parts, strict=True)) if is_whole else []
 
 
-def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
+def probes(history: EventHistory) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
     """Samples of data sets that a sampler deals: the event of a rank, and by rank the fields of the same samples."""
     found: list[tuple[Event, dict[int, list[list[Any]]]]] = []
     read = {(event["rank"], event["loader"]): event for event in history.of("probe")}
@@ -350,7 +350,7 @@ def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
 
 
 @rule("LS111", "same-noise", "all ranks draw the same random numbers", "warning")
-def same_noise(history: History) -> Iterable[Finding] | str:
+def same_noise(history: EventHistory) -> Iterable[Finding] | str:
     """Noise in training that is equal on all ranks: N ranks use the same noise instead of N different ones."""
     groups, lines = replicas(history), dict[tuple[Any, ...], dict[int, dict[int, list[str]]]]()
     for event in history.of("drawn"):

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import SourceLine
 from lockstep_audit.rules.facts import differ, line, named, place
 from lockstep_audit.rules.loaders import iterations
 from lockstep_audit.rules.sources import holds, nodes
@@ -17,7 +17,7 @@ _TESTS = ("nan", "finite", "isinf", "numel", "len", "shape", "size", "None")
 """What an `if` tests when it skips a batch because of its contents."""
 
 
-def skipped(history: History, ranks: Iterable[int]) -> tuple[Place | None, str] | None:
+def skipped(history: EventHistory, ranks: Iterable[int]) -> tuple[SourceLine | None, str] | None:
     """Where a rank skipped a batch that another trained on, and what is known about it. None: no rank did so alone."""
     gaps = {rank: list(_gaps(history, rank)) for rank in ranks}
     if len(gaps) < 2 or not all(gaps.values()) or not _are_alike(history, gaps):
@@ -33,7 +33,7 @@ def skipped(history: History, ranks: Iterable[int]) -> tuple[Place | None, str] 
     return _told(history, rank, gaps[rank][-1][1]) if differ(most) else None
 
 
-def _gaps(history: History, rank: int) -> Iterable[tuple[int, Event]]:
+def _gaps(history: EventHistory, rank: int) -> Iterable[tuple[int, Event]]:
     """How many batches of one rank had no backward pass, after each step and at the end of the last loop."""
     left = 0
     for event in history.of("step", rank=rank):
@@ -48,7 +48,7 @@ def _gaps(history: History, rank: int) -> Iterable[tuple[int, Event]]:
         yield sum(event["batches"] - event["backwards"] for event in ends), ends[-1]
 
 
-def _are_alike(history: History, ranks: Iterable[int]) -> bool:
+def _are_alike(history: EventHistory, ranks: Iterable[int]) -> bool:
     """True if these ranks ran the same loops. If not, data ended, a rank left a loop, or it drew an extra batch."""
     wanted, known = {*ranks}, iterations(history)
     for epochs in known.values():
@@ -63,7 +63,7 @@ def _are_alike(history: History, ranks: Iterable[int]) -> bool:
     return bool(known)
 
 
-def _told(history: History, rank: int, event: Event) -> tuple[Place | None, str]:
+def _told(history: EventHistory, rank: int, event: Event) -> tuple[SourceLine | None, str]:
     before = [each for each in history.of("loader", rank=rank) if each["number"] < event["number"]]
     given = event.get("micro_batches") or [{"batch": event.get("batches", 1) - 1, "loader": event.get("loader")}]
     loop = next((each for each in reversed(before) if each["loader"] == given[0].get("loader")), None)
@@ -77,7 +77,7 @@ def _told(history: History, rank: int, event: Event) -> tuple[Place | None, str]
     at = (loop or {}).get("at")
     rows = [found for each in _lasts(passes) for found in left_out(at, each.get("at"), each.get("loss_at"))]
     found = min(rows, default=None)
-    return (Place(found[1], found[2], "") if found else place(at)), told + (
+    return (SourceLine(found[1], found[2], "") if found else place(at)), told + (
         f" (the loop of {line(at)})" if found else ""
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lockstep_audit.events import History
+from lockstep_audit.events import EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import skips, sources
 from lockstep_audit.rules.facts import Key, differ, each_rank, named, place, replicas, rule, steps
@@ -12,7 +12,7 @@ from lockstep_audit.rules.partings import Indexed
 
 
 @rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")
-def steps_differ(history: History) -> Iterable[Finding] | str:
+def steps_differ(history: EventHistory) -> Iterable[Finding] | str:
     """A rank that skips a step, or a backward pass that exchanges gradients."""
     groups, findings, seen = replicas(history), [], False
     joined = any(event.get("joined") for event in history.of("loader_end", "exit"))
@@ -27,7 +27,7 @@ def steps_differ(history: History) -> Iterable[Finding] | str:
     return findings if seen or findings else "no ranks of one group made steps of one optimizer"
 
 
-def _idle(history: History, group: tuple[int, ...], by_rank: Indexed) -> list[Finding]:
+def _idle(history: EventHistory, group: tuple[int, ...], by_rank: Indexed) -> list[Finding]:
     """A rank that makes backward passes but never steps an optimizer."""
     passes_of = {event["rank"]: event.get("backwards_left") for event in history.of("exit")}
     idle = [rank for rank in group if passes_of.get(rank) and not any(history.of("step", rank=rank))]
@@ -39,7 +39,7 @@ def _idle(history: History, group: tuple[int, ...], by_rank: Indexed) -> list[Fi
     return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 
 
-def _left_out(history: History, key: Key, ranks: tuple[int, ...], by_rank: Indexed) -> Finding | None:
+def _left_out(history: EventHistory, key: Key, ranks: tuple[int, ...], by_rank: Indexed) -> Finding | None:
     remedy = "decide together: all_reduce the flag (MAX) before `continue` or a skipped step"
     sums = dict.fromkeys(ranks, 0)
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):

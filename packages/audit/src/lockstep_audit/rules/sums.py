@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules.facts import place, rule
 from lockstep_audit.rules.partings import elements
@@ -16,7 +16,7 @@ _CLOSE = 0.05
 
 
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
-def sum_not_divided(history: History) -> Iterable[Finding] | str:
+def sum_not_divided(history: EventHistory) -> Iterable[Finding] | str:
     """all_reduce(SUM) of gradients by the script, without a division by the number of ranks."""
     reduced = list(history.of("hand_reduce"))
     findings = []
@@ -43,7 +43,7 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
     return findings if is_seen else "the script does not reduce gradients itself"
 
 
-def _sums_of_hooks(history: History) -> Iterator[tuple[Event, Any]]:
+def _sums_of_hooks(history: EventHistory) -> Iterator[tuple[Event, Any]]:
     """DDP hooks that return the sum of all ranks' gradients: an event of the first rank, and the registering line."""
     for model, at in {event["model"]: event.get("at") for event in history.of("hook")}.items():
         told: dict[int, dict[int, Event]] = {}
@@ -61,7 +61,7 @@ def _is_sum(by_rank: dict[int, Event]) -> bool:
     return bool(sum(abs(sums[0][n][1] - t) for n, t in totals.items()) < _CLOSE * sum(map(abs, totals.values())))
 
 
-def _counts_before(history: History, event: Event) -> bool:
+def _counts_before(history: EventHistory, event: Event) -> bool:
     """True if a number was summed over ranks before the gradients were: a loss over the global batch."""
     calls = [call for call in history.of("collective", rank=event["rank"]) if call.get("op") == "all_reduce"]
     calls = [call for call in calls if call["number"] < event["number"] and call["step"] == event["step"]]
@@ -69,7 +69,7 @@ def _counts_before(history: History, event: Event) -> bool:
     return any(elements(call) <= _NUMBERS and (call.get("at") or [])[:2] != at for call in calls)
 
 
-def _divided_loss(history: History, event: Event) -> bool:
+def _divided_loss(history: EventHistory, event: Event) -> bool:
     """True if the loss was divided by a multiple of the number of ranks, or by an unknown number."""
     for step in history.of("step", rank=event["rank"]):
         for each in step.get("backwards") or ():

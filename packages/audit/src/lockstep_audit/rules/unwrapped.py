@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
-from lockstep_audit.findings import Finding, Place
+from lockstep_audit.events import Event, EventHistory
+from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import facts, sources
 from lockstep_audit.rules.partings import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
 
@@ -14,7 +14,7 @@ _SUMMING = {"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into
 
 
 @facts.rule("LS207", "never-exchanged", "ranks train on shards of the data, but nothing exchanges gradients")
-def never_exchanged(history: History) -> Iterable[Finding] | str:
+def never_exchanged(history: EventHistory) -> Iterable[Finding] | str:
     """An optimizer of a model without a wrapper: each rank trains its own model on its shard of the data."""
     trained = _reads_a_part(history)
     if len(trained) < 2:
@@ -52,7 +52,7 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
 
 
 @facts.rule("LS217", "partial-gradient", "equal parameters get partial gradients", "warning")
-def partial_gradient(history: History) -> Iterable[Finding] | str:
+def partial_gradient(history: EventHistory) -> Iterable[Finding] | str:
     """A model whose layers are split across ranks by hand, without the sum on the way back to earlier layers."""
     exchanged = any(history.of("wrap", "hook", "hand_reduce", "hand_average"))
     is_sum = any(call.get("op") == "all_reduce" and not call["step"] for call in history.of("collective"))
@@ -87,7 +87,7 @@ def _id(event: Event) -> tuple[int, int]:
     return event["rank"], event["optimizer"]
 
 
-def _reads_a_part(history: History) -> set[int]:
+def _reads_a_part(history: EventHistory) -> set[int]:
     """Ranks that train on a shard of the data: dealt by a sampler, or as different batches next to a wrapper."""
     trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
     loaders = [e for e in history.of("loader") if (e.get("distributed") or {}).get("replicas", 1) > 1]
@@ -101,7 +101,7 @@ def _reads_a_part(history: History) -> set[int]:
     return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
 
 
-def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, str]:
+def _copied(history: EventHistory, copies: dict[int, Event]) -> tuple[SourceLine | None, str]:
     """Why copies differ: made of unequal models, or updated only on some ranks."""
     copy, changes = next(iter(copies.values())), {rank: each.get("changes") for rank, each in copies.items()}
     if copy.get("is_early") and facts.differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
@@ -109,13 +109,13 @@ def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, s
         return facts.place(at), "each rank made or copied its own model, before the wrapper made the models equal"
     rows = sources.for_one_rank(copy["at"][0]) if copy.get("at") else []
     if facts.differ(changes):
-        at = Place(copy["at"][0], rows[0], "") if rows else facts.place(copy.get("at"))
+        at = SourceLine(copy["at"][0], rows[0], "") if rows else facts.place(copy.get("at"))
         return at, f"only some ranks update it: changes of its weights are {facts.each_rank(changes)}"
     return facts.place(copy.get("at")), "each rank made it before the models were equal, or only some ranks update it"
 
 
 @facts.rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
-def copies_part(history: History) -> Iterable[Finding] | str:
+def copies_part(history: EventHistory) -> Iterable[Finding] | str:
     """An average or a teacher that ranks call, whose weights differ between ranks."""
     told: dict[str, dict[int, Event]] = {}
     for event in history.of("exit"):
@@ -137,7 +137,7 @@ def copies_part(history: History) -> Iterable[Finding] | str:
     return [*findings, *_frozen(history, copied)] if seen else "no copy of a wrapped model was called"
 
 
-def _frozen(history: History, copied: set[str]) -> list[Finding]:
+def _frozen(history: EventHistory, copied: set[str]) -> list[Finding]:
     """Other modules that nothing trains, and whose weights differ from their first call on."""
     told, findings = dict[tuple[Any, ...], dict[int, list[Event]]](), list[Finding]()
     for event in history.of("frozen"):  # experts of a rank have different names, or are called elsewhere

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lockstep_audit.events import Event, History, blocked_in
-from lockstep_audit.findings import Place
+from lockstep_audit.events import Event, EventHistory, blocked_in
+from lockstep_audit.findings import SourceLine
 from lockstep_audit.rules.facts import differ, place
 
 _LATE = ("timed out", "timeout", "failed to pass", "preamble")
@@ -17,7 +17,7 @@ _MOVES = ("step", "loader", "batch", "collective", "wrap", "optimizer")
 """Events that only a running script writes. An end by a signal also writes others."""
 
 
-def stuck(history: History) -> dict[int, Event]:
+def stuck(history: EventHistory) -> dict[int, Event]:
     """The last `stuck` event of each rank that made no progress after it."""
     found: dict[int, Event] = {}
     for event in sorted(history.events, key=lambda event: int(event["number"])):
@@ -28,7 +28,7 @@ def stuck(history: History) -> dict[int, Event]:
     return found
 
 
-def waiting(history: History) -> dict[int, Event]:
+def waiting(history: EventHistory) -> dict[int, Event]:
     """Where each rank waits, in the form of `stuck`: for ranks that are stuck, or whose collectives timed out or broke.
 
     A rank that a launcher ended because of them is included. Empty: no rank waited in vain.
@@ -40,12 +40,12 @@ def waiting(history: History) -> dict[int, Event]:
     return {**died, **ends, **found} if found or is_late or is_broken else {}
 
 
-def lost(history: History) -> dict[int, Event]:
+def lost(history: EventHistory) -> dict[int, Event]:
     """The ends of ranks that failed because they could not reach another, in the form of `stuck`."""
     return {rank: _as_stuck(event) for rank, event in left(history).items() if _says(event, _GONE)}
 
 
-def left(history: History) -> dict[int, Event]:
+def left(history: EventHistory) -> dict[int, Event]:
     """The `exit` events of ranks."""
     return {event["rank"]: event for event in history.of("exit")}
 
@@ -72,7 +72,7 @@ def _went_on(event: Event) -> bool:
     return event.get("error", {}).get("type") not in (None, "KeyboardInterrupt") or not event.get("code")
 
 
-def waits_at(event: Event) -> Place | None:
+def waits_at(event: Event) -> SourceLine | None:
     """The line of the script at which the main thread waits."""
     if event.get("at"):
         return place(event["at"])
@@ -88,7 +88,7 @@ def in_other_places(stuck: Mapping[int, Event]) -> bool:
     return differ(lines) or (is_alike and differ({rank: event.get("blocked_in") for rank, event in stuck.items()}))
 
 
-def is_alone(history: History, event: Event, other: int) -> bool:
+def is_alone(history: EventHistory, event: Event, other: int) -> bool:
     """True if another rank was never in the function in which this rank waits, or never made this call."""
     at = waits_at(event)
     came = {tuple(each["at"]) for each in history.of(*_ALL, rank=other) if each.get("at")}
@@ -102,7 +102,7 @@ def is_alone(history: History, event: Event, other: int) -> bool:
 _ALL = (*_MOVES, "loader_end", "buffers", "save", "load", "state", "scheduler", "set_epoch", "group", "bypass")
 
 
-def odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int] = ()) -> int:
+def odd(history: EventHistory, lines: Mapping[int, SourceLine | None], ahead: Iterable[int] = ()) -> int:
     """The rank whose line the fewest other ranks ever reached; of several, one that is ahead, or the first."""
     came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
     for event in history.events:
@@ -118,7 +118,7 @@ def odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int
     return min(lines, key=lambda rank: (visitors(rank), rank not in set(ahead)))
 
 
-def ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
+def ways(waiting: Mapping[int, Event]) -> dict[int, SourceLine]:
     """The current lines of ranks in the innermost function that all of them are in. Empty: there is none."""
     known = {rank: (event.get("stacks") or {}).get("MainThread") or () for rank, event in waiting.items()}
     stacks = {rank: list(reversed(frames)) for rank, frames in known.items()}
@@ -126,7 +126,9 @@ def ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
         if differ(dict(enumerate(frames))):
             is_same = not differ({number: (frame[0], frame[2]) for number, frame in enumerate(frames)})
             is_own = any(event.get("at") and event["at"][0] == frames[0][0] for event in waiting.values())
-            return dict(zip(stacks, (Place(*frame) for frame in frames), strict=True)) if is_same and is_own else {}
+            return (
+                dict(zip(stacks, (SourceLine(*frame) for frame in frames), strict=True)) if is_same and is_own else {}
+            )
     return {}
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep_audit.events import Event, History
+from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, rule, some, steps
@@ -21,7 +21,7 @@ _NEAR, _SWAPS = 8, ("swap", "apply", "load", "copy", "average", "ema")
 
 
 @rule("LS609", "eval-weights-differ", "ranks evaluate with different weights")
-def eval_weights_differ(history: History) -> Iterable[Finding] | str:
+def eval_weights_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Weights that only some ranks loaded or exchanged before an evaluation that ranks share."""
     looks = _looks(history)
     if not looks:
@@ -47,7 +47,7 @@ def eval_weights_differ(history: History) -> Iterable[Finding] | str:
     return findings
 
 
-def _looks(history: History) -> list[Look]:
+def _looks(history: EventHistory) -> list[Look]:
     """The starts of evaluations that all ranks of a group have: by model, step, line, and number there."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     known, found = keys(history, "wrap", "model", "at"), defaultdict[Any, Look](dict)
@@ -66,7 +66,7 @@ def _unlike(digests: dict[int, dict[str, Any]]) -> list[str]:
     return [name for name in names if differ({rank: each.get(name) for rank, each in digests.items()})]
 
 
-def _part(history: History, look: Event) -> Iteration | None:
+def _part(history: EventHistory, look: Event) -> Iteration | None:
     """The loop over a loader in which an evaluation began, if ranks gather or reduce before training continues."""
     its = [by_rank.get(look["rank"]) for epochs in iterations(history).values() for by_rank in epochs.values()]
     around = [it for it in its if it and it.begin["number"] < look["number"] and not it.is_training]
@@ -78,7 +78,7 @@ def _part(history: History, look: Event) -> Iteration | None:
     return around[-1] if around and is_combined else None
 
 
-def _were_alike(history: History, look: Look, looks: list[Look]) -> bool:
+def _were_alike(history: EventHistory, look: Look, looks: list[Look]) -> bool:
     """True if replicas had not diverged in training: before a load, after the last step, or at any later time."""
     step, ranks = look[min(look)]["step"], tuple(sorted(look))
     pairs = [
@@ -97,7 +97,7 @@ def _were_alike(history: History, look: Look, looks: list[Look]) -> bool:
     return any(not pair.parameters and pair.first["step"] >= step - 1 for pair in pairs)
 
 
-def _changed_at(history: History, look: Look) -> list[Any] | None:
+def _changed_at(history: EventHistory, look: Look) -> list[Any] | None:
     """The line that leads to a load and not to the evaluation. One that also trains shows nothing."""
     trains = [event["at"][:2] for event in history.of("step") if event.get("at")]
     for event in look.values():
@@ -112,7 +112,7 @@ def _changed_at(history: History, look: Look) -> list[Any] | None:
     return None
 
 
-def _cause(history: History, look: Look) -> tuple[str, str]:
+def _cause(history: EventHistory, look: Look) -> tuple[str, str]:
     """The cause and the remedy."""
     files: dict[int, str | None] = {}
     folders: dict[int, str] = {}

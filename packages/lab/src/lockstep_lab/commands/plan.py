@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
     from lockstep_lab.plan.command import MadeUp
     from lockstep_lab.plan.inputs import PrecisionName
-    from lockstep_lab.plan.search import Plan
-    from lockstep_lab.plan.show import Rates
+    from lockstep_lab.plan.search import PlanResult
+    from lockstep_lab.plan.show import GpuRates
 
 
 _Target = Annotated[
@@ -171,7 +171,7 @@ def plan(
             arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
             _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
             return
-        rates = show.Rates(watts, price)
+        rates = show.GpuRates(watts, price)
         rates.check()
         world = inputs.world(
             gpus,
@@ -286,7 +286,7 @@ def _measure(config: RunConfig, nproc: str, arguments: list[str], *, utilisation
     _show(measure.text(rows, found, setting.world.peak_flops), measure.as_json(rows, found), json_file)
 
 
-def _show_plan(found: Plan, rates: Rates, chart: Path | None, json_file: str | None) -> None:
+def _show_plan(found: PlanResult, rates: GpuRates, chart: Path | None, json_file: str | None) -> None:
     """Show a plan, with what it costs where that is asked for. Draw its chart, if there is a place for it."""
     from lockstep_lab.plan import show
 

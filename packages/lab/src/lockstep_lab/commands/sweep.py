@@ -56,7 +56,7 @@ def sweep(
         from lockstep_lab.search import sweep_page
 
         most = len(found.combinations()) if found.sampler == "grid" else None
-        order = sweeps.Order(
+        order = sweeps.SweepRequest(
             target,
             overrides or [],
             config,

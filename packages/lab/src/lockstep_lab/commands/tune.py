@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.commands import Command, Group
+from lockstep.cli.commands import Command, CommandGroup
 from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import FAILED, is_first, reporting
@@ -35,7 +35,7 @@ _Most = Annotated[
 ]
 
 tune = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Find a learning rate, or the largest micro-batch.",

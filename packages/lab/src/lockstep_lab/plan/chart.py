@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep_lab.plan.search import Option, Plan
+from lockstep_lab.plan.search import Option, PlanResult
 from lockstep_lab.report.markup import Markup, element
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish, on white and on black.
@@ -33,7 +33,7 @@ text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
 """
 
 
-class Bar(NamedTuple):
+class MemoryBar(NamedTuple):
     """The memory of an option."""
 
     name: str
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
     """False: the activations are unknown."""
 
 
-def of_plan(plan: Plan) -> str:
+def of_plan(plan: PlanResult) -> str:
     """The chart of a plan."""
     bars = [_bar(option, option is plan.recommended) for option in plan.options if option.estimate is not None]
     world = plan.world
@@ -55,15 +55,15 @@ def of_plan(plan: Plan) -> str:
     return svg(bars, world.memory_bytes, title=f"{plan.facts.name}: memory per GPU, on {gpus}", reserve=plan.reserve)
 
 
-def _bar(option: Option, is_chosen: bool) -> Bar:
+def _bar(option: Option, is_chosen: bool) -> MemoryBar:
     assert option.estimate is not None
     memory, setting = option.estimate.memory, option.estimate.setting
     detail = f"micro-batch of {setting.micro_batch}"
     detail += f", {setting.accumulate} times" if setting.accumulate > 1 else ""
-    return Bar(option.name, memory.at_peak, option.fits, detail, is_chosen, memory.activations_bytes is not None)
+    return MemoryBar(option.name, memory.at_peak, option.fits, detail, is_chosen, memory.activations_bytes is not None)
 
 
-def svg(bars: Sequence[Bar], limit: int | None, *, title: str, reserve: float = 0.0) -> str:
+def svg(bars: Sequence[MemoryBar], limit: int | None, *, title: str, reserve: float = 0.0) -> str:
     """The chart as the text of an SVG file. Its colours follow the reader's light or dark scheme.
 
     Args:
@@ -91,7 +91,7 @@ def svg(bars: Sequence[Bar], limit: int | None, *, title: str, reserve: float = 
     return element("svg", *content, xmlns="http://www.w3.org/2000/svg", **size) + "\n"
 
 
-def _legend(bars: Sequence[Bar]) -> Iterator[Markup]:
+def _legend(bars: Sequence[MemoryBar]) -> Iterator[Markup]:
     left = 16.0
     for part in _COLORS:
         if any(bar.parts.get(part) for bar in bars):
@@ -100,7 +100,7 @@ def _legend(bars: Sequence[Bar]) -> Iterator[Markup]:
             left += 17 + 7.3 * len(part) + 18
 
 
-def _row(bar: Bar, top: float, scale: float, end: float) -> Iterator[Markup]:
+def _row(bar: MemoryBar, top: float, scale: float, end: float) -> Iterator[Markup]:
     yield _text(16, top + 9, ("★ " if bar.is_chosen else "") + bar.name, "chosen" if bar.is_chosen else "")
     yield _text(16, top + 23, bar.detail, "soft")
     left, before = float(_NAMES), 0

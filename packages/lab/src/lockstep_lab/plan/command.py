@@ -1,4 +1,4 @@
-"""How `lockstep plan` gets from a target to a `Plan`, with made-up samples if there are no data."""
+"""How `lockstep plan` gets from a target to a `PlanResult`, with made-up samples if there are no data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lockstep.core.errors import DataError, UsageError
 from lockstep.mesh import layout
 from lockstep.trainer import foreign
 from lockstep_lab.plan.facts import facts_of
-from lockstep_lab.plan.inputs import ModelFacts, PrecisionName, World
-from lockstep_lab.plan.search import Plan, save_interval, search
+from lockstep_lab.plan.inputs import Machines, ModelFacts, PrecisionName
+from lockstep_lab.plan.search import PlanResult, save_interval, search
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -44,14 +44,14 @@ NOTHING_KNOWN = MadeUp()
 
 def plan_of(
     config: RunConfig,
-    world: World,
+    world: Machines,
     *,
     precisions: Sequence[PrecisionName] | None = None,
     reserve: float = 0.1,
     failures_per_gpu_year: float | None = None,
     save_seconds: float | None = None,
     made_up: MadeUp | None = NOTHING_KNOWN,
-) -> Plan:
+) -> PlanResult:
     """The plan of a training in a world.
 
     Args:
@@ -71,7 +71,7 @@ def plan_of(
     names = ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
     details = {name: getattr(config.parallel, name) for name in (*names, "reduce_each_micro_batch")}
 
-    def planned(config: RunConfig) -> Plan:
+    def planned(config: RunConfig) -> PlanResult:
         tensor = config.parallel.tensor
         facts = facts_with_or_without_data(config, precisions=chosen, made_up=made_up)
         facts.notes[:0] = _notes_on_the_batch(facts, world, tensor)
@@ -99,7 +99,7 @@ def with_tensor(config: RunConfig, tensor: int, gpus: int, gpus_per_node: int | 
     return config.model_copy(update={"parallel": parallel, "batch": config.batch.resolve(gpus // tensor)})
 
 
-def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]) -> Plan:
+def _or_cut(found: PlanResult, config: RunConfig, planned: Callable[[RunConfig], PlanResult]) -> PlanResult:
     """The plan or, if nothing fits without offloading, one with the smallest `parallel.tensor` that fits."""
     world = found.world
     if any(o.fits is not False and o.estimate and not o.estimate.setting.offload for o in found.options):
@@ -118,7 +118,7 @@ def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]
     return found
 
 
-def _notes_on_the_batch(facts: ModelFacts, world: World, tensor: int = 1) -> list[str]:
+def _notes_on_the_batch(facts: ModelFacts, world: Machines, tensor: int = 1) -> list[str]:
     """Notes on a global batch that does not suit the GPUs or the samples of an epoch."""
     notes, batch, ranks = [], facts.global_batch, world.gpus // tensor
     if batch < ranks:
@@ -151,7 +151,7 @@ def _switched_off(config: RunConfig, keys: Sequence[str], global_batch: int) -> 
     return [key for key, has in on.items() if has and key.partition("=")[0] not in named]
 
 
-def _precisions(world: World) -> tuple[PrecisionName, ...]:
+def _precisions(world: Machines) -> tuple[PrecisionName, ...]:
     peaks = world.peak_flops
     if not peaks or "bf16" in peaks:
         return ("fp32", "bf16")

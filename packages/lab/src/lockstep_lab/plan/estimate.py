@@ -15,7 +15,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one GPU, of the rank that needs the most.
 
     Each part is given at its largest. The parts do not peak at the same time, so `peak_bytes` may be less than their
@@ -76,7 +76,7 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Communication:
+class CommunicationEstimate:
     """The bytes that one GPU sends in a step."""
 
     traffic: list[Traffic]
@@ -100,8 +100,8 @@ class Estimate:
     """The needs of a training in a setting."""
 
     setting: Setting
-    memory: Memory
-    communication: Communication
+    memory: MemoryEstimate
+    communication: CommunicationEstimate
     flops_per_sample: float | None
     """Forward and backward pass, without recomputation."""
     flops_per_step: float | None
@@ -201,7 +201,7 @@ class _Sizes:
     """Gradients of a unit, on one rank."""
 
 
-def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
+def memory_of(facts: ModelFacts, setting: Setting) -> MemoryEstimate:
     """Bytes of one GPU. For the lifetime of each tensor, see lockstep --explain plan."""
     shards = setting.shards
     trainable = [p for p in facts.parameters if p.trainable]
@@ -241,7 +241,7 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     moments.append(("update", {**on_gpu, **update, "batch": batch}))
     phase, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
     most = {part: max(moment[part] for _, moment in moments) for part in at_peak}
-    return Memory(
+    return MemoryEstimate(
         parameters_bytes=on_gpu["parameters"],
         gradients_bytes=kept,
         optimizer_bytes=on_gpu["optimizer"],
@@ -373,14 +373,14 @@ def _average_bytes(parameter: ParameterFacts) -> int:
 # ---- communication and time
 
 
-def _communication(facts: ModelFacts, setting: Setting) -> Communication:
+def _communication(facts: ModelFacts, setting: Setting) -> CommunicationEstimate:
     """The collectives of a step, and their time. The units of the loss and the norm (8 bytes each) are left out."""
     traffic = list(_traffic(facts, setting))
     seconds: float | None = 0.0 if setting.tensor == 1 or pass_of(facts, setting) else None
     for each in traffic:
         bandwidth = setting.world.bandwidth(each.span, each.on_node)
         seconds = None if bandwidth is None or seconds is None else seconds + each.sent_bytes / bandwidth
-    return Communication(traffic, seconds)
+    return CommunicationEstimate(traffic, seconds)
 
 
 def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:

@@ -174,7 +174,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class World:
+class Machines:
     """The machines of a training. Bandwidths are those of one GPU in one direction."""
 
     gpus: int
@@ -232,7 +232,7 @@ class World:
 class Setting:
     """A way to run a training in a world."""
 
-    world: World
+    world: Machines
     strategy: StrategyName
     """`hybrid` is fsdp with shards spread over the GPUs of a node, and replicated on each node."""
     precision: PrecisionName
@@ -374,7 +374,7 @@ def world(
     network_bandwidth: str | None = None,
     utilisation: float = 0.4,
     fp32_as_tf32: bool = False,
-) -> World:
+) -> Machines:
     """The world that the command line describes.
 
     Args:
@@ -401,7 +401,7 @@ def world(
         fp32 = (sheet.tf32 if fp32_as_tf32 else None) or sheet.fp32
         by_precision = {"fp32": fp32, "bf16": sheet.bf16, "fp16": sheet.fp16}
         flops = {name: peak * 1e12 for name, peak in by_precision.items() if peak is not None}
-    return World(
+    return Machines(
         gpus=gpus,
         gpus_per_node=gpus_per_node or min(8, gpus),
         memory_bytes=memory,

@@ -31,7 +31,7 @@ from lockstep.trainer import assemble
 from lockstep_lab.plan.chart import gb
 from lockstep_lab.plan.command import facts_with_or_without_data, with_tensor
 from lockstep_lab.plan.estimate import Estimate, estimate, gathered_bytes, pass_of
-from lockstep_lab.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
+from lockstep_lab.plan.inputs import Machines, ModelFacts, PrecisionName, Setting, StrategyName
 from lockstep_lab.plan.trace import tensors_of
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int] | None = None) -> int:
 # ---- compared with the estimate
 
 
-class Difference(NamedTuple):
+class EstimateDifference(NamedTuple):
     """A part of an estimate, with its measurement."""
 
     part: str
@@ -317,7 +317,7 @@ class Difference(NamedTuple):
         return self.estimated / self.measured - 1
 
 
-def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[Setting, list[Difference]]:
+def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[Setting, list[EstimateDifference]]:
     """The measured setting, and its estimate compared with the measurement."""
     config = with_tensor(config, config.parallel.tensor if measured.world > 1 else 1, measured.world)
     setting = setting_of(config, measured, utilisation)
@@ -337,7 +337,7 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
     if measured.on_gpu and (sheet := peaks.find(measured.device)) is not None:
         is_tf32 = measured.precision == "fp32" and config.compute.matmul_precision in ("high", "medium")
         flops = peaks.flops(measured.device, "tf32" if is_tf32 else measured.precision)
-    world = World(
+    world = Machines(
         measured.world,
         measured.world,
         peak_flops={measured.precision: flops} if flops else None,
@@ -381,22 +381,22 @@ def _kept(facts: ModelFacts, setting: Setting) -> int | None:
     return kept + sum(gathered_bytes(p, setting) for p in stay)
 
 
-def _differences(estimated: Estimate, measured: Measured, kept: int | None) -> list[Difference]:
+def _differences(estimated: Estimate, measured: Measured, kept: int | None) -> list[EstimateDifference]:
     memory = estimated.memory
     states = [(part, getattr(memory, f"{part}_bytes"), getattr(measured, f"{part}_bytes")) for part in _STATES]
     peak = None if memory.activations_bytes is None else memory.peak_bytes
     rows = [
-        *(Difference(*state, "bytes") for state in states),
-        Difference("all states", memory.states_bytes, sum(here for _, _, here in states), "bytes"),
-        Difference("kept by a forward pass", kept, measured.activations_bytes, "bytes"),
-        Difference("peak", peak, measured.peak_bytes, "bytes"),
-        Difference("operations of a sample", estimated.flops_per_sample, measured.flops_per_sample, "flops"),
-        Difference("time of a step", estimated.step_seconds, measured.step_seconds, "seconds"),
+        *(EstimateDifference(*state, "bytes") for state in states),
+        EstimateDifference("all states", memory.states_bytes, sum(here for _, _, here in states), "bytes"),
+        EstimateDifference("kept by a forward pass", kept, measured.activations_bytes, "bytes"),
+        EstimateDifference("peak", peak, measured.peak_bytes, "bytes"),
+        EstimateDifference("operations of a sample", estimated.flops_per_sample, measured.flops_per_sample, "flops"),
+        EstimateDifference("time of a step", estimated.step_seconds, measured.step_seconds, "seconds"),
     ]
     return [row for row in rows if row.estimated or row.measured]
 
 
-def text(rows: Sequence[Difference], measured: Measured, peak_flops: Mapping[str, float] | None = None) -> str:
+def text(rows: Sequence[EstimateDifference], measured: Measured, peak_flops: Mapping[str, float] | None = None) -> str:
     """The differences as a table for people.
 
     Args:
@@ -440,6 +440,6 @@ def _shown(value: float | None, unit: str) -> str:
     return f"{value:.3g} s" if unit == "seconds" else f"{value / 1e9:.4g} x 10^9"
 
 
-def as_json(rows: Sequence[Difference], measured: Measured) -> dict[str, Any]:
+def as_json(rows: Sequence[EstimateDifference], measured: Measured) -> dict[str, Any]:
     """For `json.dumps`."""
     return {"measured": asdict(measured), "differences": [row._asdict() | {"off": row.off} for row in rows]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep_lab.report.run import Run
+from lockstep_lab.report.run import RunSummary
 
 MIB = 2**20
 BACKWARD = 2.0
@@ -56,7 +56,7 @@ class Lost:
 class Figures:
     """The figures of a run. A figure that its log lacks is None."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunSummary) -> None:
         self.run, self.metrics = run, run.metrics
         last = run.log.starts[-1] if run.log.starts else None
         self.world = _count(run.environment.get("world")) or (last.world if last else 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.core.errors import UsageError
 from lockstep_lab.plan.estimate import Estimate, estimate, pass_of
-from lockstep_lab.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
+from lockstep_lab.plan.inputs import Machines, ModelFacts, PrecisionName, Setting, StrategyName
 
 LARGEST = 1 << 16
 """Samples of the largest micro-batch that is tried."""
@@ -43,11 +43,11 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanResult:
     """The answer of `lockstep plan`."""
 
     facts: ModelFacts
-    world: World
+    world: Machines
     options: list[Option]
     recommended: Option | None
     reason: str
@@ -62,12 +62,12 @@ class Plan:
 
 def search(
     facts: ModelFacts,
-    world: World,
+    world: Machines,
     *,
     precisions: tuple[PrecisionName, ...] = ("fp32", "bf16"),
     reserve: float = 0.1,
     details: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> PlanResult:
     """All options in this world, each with the largest micro-batch that fits, and a recommendation.
 
     Args:
@@ -81,13 +81,13 @@ def search(
     if fitting:
         recommended = min(fitting, key=_cost)
         why = _why(facts, recommended, fitting, reserve)
-        return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
+        return PlanResult(facts, world, options, recommended, why, keys_of(recommended), reserve)
     if unknown:
         recommended = min(unknown, key=lambda option: (_peak(option), _cost(option)))
         why = f"{recommended.name} needs the least memory for its states; "
         why += "activations are unknown" if world.memory_bytes else "the memory of a GPU is unknown"
-        return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
-    return Plan(facts, world, options, None, _what_first(facts, options, world, reserve), [], reserve)
+        return PlanResult(facts, world, options, recommended, why, keys_of(recommended), reserve)
+    return PlanResult(facts, world, options, None, _what_first(facts, options, world, reserve), [], reserve)
 
 
 def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) -> float:
@@ -119,7 +119,7 @@ def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) 
 
 
 def _settings(
-    facts: ModelFacts, world: World, precisions: tuple[PrecisionName, ...], details: Mapping[str, Any]
+    facts: ModelFacts, world: Machines, precisions: tuple[PrecisionName, ...], details: Mapping[str, Any]
 ) -> Iterator[Setting]:
     for strategy, offload in _STRATEGIES[1:] if world.gpus > 1 else _STRATEGIES[:1]:
         for precision in precisions:
@@ -134,7 +134,7 @@ def _settings(
                 yield setting
 
 
-def _not_applicable(facts: ModelFacts, world: World, tensor: int, precision: PrecisionName) -> Iterator[Option]:
+def _not_applicable(facts: ModelFacts, world: Machines, tensor: int, precision: PrecisionName) -> Iterator[Option]:
     """The strategies that cannot apply, each with the reason."""
     for strategy, _ in _STRATEGIES[1:4] if world.gpus > 1 else ():
         try:
@@ -266,7 +266,7 @@ def keys_of(option: Option) -> list[str]:
     return [*keys, f"precision={setting.precision}", f"batch.micro={setting.micro_batch}"]
 
 
-def _what_first(facts: ModelFacts, options: list[Option], world: World, reserve: float) -> str:
+def _what_first(facts: ModelFacts, options: list[Option], world: Machines, reserve: float) -> str:
     """Nothing fits: what to change first."""
     possible = [option for option in options if option.estimate is not None]
     if not possible:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from lockstep.core.errors import UsageError
 from lockstep_lab.plan.estimate import Estimate
-from lockstep_lab.plan.search import LARGEST, Option, Plan, gigabytes
+from lockstep_lab.plan.search import LARGEST, Option, PlanResult, gigabytes
 
 _HOST_BOUND_S = 0.02  # forward and backward pass of a micro-batch: thousands of kernels, of some microseconds each
 _STATES = ("parameters", "gradients", "optimizer", "averages")
 
 
-class Rates(NamedTuple):
+class GpuRates(NamedTuple):
     """The rates of a GPU, for the energy and price of a training. None: that figure is not computed."""
 
     watts: float | None = None
@@ -31,10 +31,10 @@ class Rates(NamedTuple):
                 raise UsageError(f"{value:g} is not above 0", where=option, remedy="give a number such as 700 or 2.5")
 
 
-NO_RATES = Rates()
+NO_RATES = GpuRates()
 
 
-def text(plan: Plan, rates: Rates = NO_RATES, width: int = 125) -> str:
+def text(plan: PlanResult, rates: GpuRates = NO_RATES, width: int = 125) -> str:
     """The plan for people."""
     from rich.console import Console
 
@@ -65,7 +65,7 @@ def text(plan: Plan, rates: Rates = NO_RATES, width: int = 125) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
-def _header(plan: Plan) -> list[str]:
+def _header(plan: PlanResult) -> list[str]:
     facts, world = plan.facts, plan.world
     memory = "unknown memory" if world.memory_bytes is None else gigabytes(world.memory_bytes)
     where = _count(world.gpus) + (f" on {world.nodes} nodes" if world.nodes > 1 else "")
@@ -83,7 +83,7 @@ def _count(gpus: int) -> str:
     return f"{gpus} GPUs" if gpus > 1 else "1 GPU"
 
 
-def _table(plan: Plan) -> Any:
+def _table(plan: PlanResult) -> Any:
     from rich import box
     from rich.table import Table
 
@@ -137,7 +137,7 @@ def _time(seconds: float | None) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
 
 
-def _details(plan: Plan, option: Option) -> list[str]:
+def _details(plan: PlanResult, option: Option) -> list[str]:
     found: Estimate | None = option.estimate
     assert found is not None
     setting = found.setting
@@ -182,7 +182,7 @@ def _details(plan: Plan, option: Option) -> list[str]:
     return lines
 
 
-def cost(seconds: float | None, gpus: int, rates: Rates) -> dict[str, float | None] | None:
+def cost(seconds: float | None, gpus: int, rates: GpuRates) -> dict[str, float | None] | None:
     """GPU hours, kWh and price of `gpus` GPUs for a time. None: the time, or the rate of a figure, is unknown."""
     if seconds is None:
         return None
@@ -194,13 +194,13 @@ def cost(seconds: float | None, gpus: int, rates: Rates) -> dict[str, float | No
     }
 
 
-def _costs(found: Estimate, rates: Rates) -> dict[str, dict[str, float | None] | None]:
+def _costs(found: Estimate, rates: GpuRates) -> dict[str, dict[str, float | None] | None]:
     """By time: of an epoch, and of the training."""
     times = {"epoch": found.epoch_seconds, "training": found.training_seconds}
     return {name: cost(seconds, found.setting.world.gpus, rates) for name, seconds in times.items()}
 
 
-def _costs_of_options(plan: Plan, rates: Rates) -> list[str]:
+def _costs_of_options(plan: PlanResult, rates: GpuRates) -> list[str]:
     lines, wide = [], max((len(option.name) for option in plan.options), default=0)
     for option in plan.options:
         if option.estimate is None or option.fits is False or option.estimate.epoch_seconds is None:
@@ -225,7 +225,7 @@ def cost_text(found: dict[str, float | None]) -> str:
     return ", ".join([*parts, *([f"price {found['price']:,.2f}"] if found["price"] is not None else [])])
 
 
-def as_json(plan: Plan, rates: Rates = NO_RATES) -> dict[str, Any]:
+def as_json(plan: PlanResult, rates: GpuRates = NO_RATES) -> dict[str, Any]:
     """The plan as JSON values. The names contain the units: `_bytes`, `_seconds`, `_flops`."""
     facts = plan.facts
     model = ("name", "buffers_bytes", "flops_per_sample", "forward_flops_per_sample", "global_batch", "data", "notes")
@@ -247,7 +247,7 @@ def as_json(plan: Plan, rates: Rates = NO_RATES) -> dict[str, Any]:
     }
 
 
-def _option(option: Option, rates: Rates) -> dict[str, Any]:
+def _option(option: Option, rates: GpuRates) -> dict[str, Any]:
     found = option.estimate
     names = ("name", "fits", "largest_micro_batch", "reason")
     values: dict[str, Any] = {name: getattr(option, name) for name in names} | {"setting": None, "estimate": None}

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.data.tensors import map_tensors
-from lockstep.parts.flops import Operations
+from lockstep.parts.flops import FlopCounterMode
 
 Phase = Literal["forward", "backward"]
 
@@ -109,7 +109,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], others: Sequence[Tensor] = (), counted: Operations | None = None
+        self, parameters: Sequence[Tensor], others: Sequence[Tensor] = (), counted: FlopCounterMode | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counted = counted
@@ -238,7 +238,7 @@ def trace_pass(
     place = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     tensors = tensors_of(batch)
     exchanged.clear()
-    counted, stack = Operations(), _Modules(forward)
+    counted, stack = FlopCounterMode(), _Modules(forward)
     live = LiveBytes(parameters, [*forward.buffers(), *tensors], counted)
 
     def mark(parameter: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep_lab.report.metrics_file import Metrics, Numbers, Series
+from lockstep_lab.report.metrics_file import LoggedMetrics, Numbers, Series
 
 POINTS = 240_000  # values in all charts of a page together: about 2 MB of JSON
 BUCKETS = 1000  # of a line: a chart has fewer pixels than twice as many
@@ -55,7 +55,7 @@ class Chart:
         return [(line.label, _facts(line.series.values)) for line in self.lines]
 
 
-def of_run(metrics: Metrics, sets: Sequence[str] = ()) -> list[Chart]:
+def of_run(metrics: LoggedMetrics, sets: Sequence[str] = ()) -> list[Chart]:
     """The charts of a run.
 
     Args:
@@ -85,7 +85,7 @@ def first(shown: Sequence[Chart]) -> int:
     return count + (titles[count : count + 1] == [_TRAINING["train/lr"]])
 
 
-def of_runs(runs: Mapping[str, Metrics]) -> list[Chart]:
+def of_runs(runs: Mapping[str, LoggedMetrics]) -> list[Chart]:
     """Charts in which each run is a line; a chart for each name that is a curve in any run."""
     charts: dict[str, Chart] = {}
     for name in dict.fromkeys(name for metrics in runs.values() for name in metrics.series):

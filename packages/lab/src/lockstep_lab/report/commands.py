@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from lockstep_lab.report import page
 from lockstep_lab.report.markup import Markup, element
-from lockstep_lab.report.run import Run
+from lockstep_lab.report.run import RunSummary
 
 _WITH_VALUE = ("--nproc", "--preset", "--run-dir", "--allow-change", "--max-restarts", "--checkpoint")
 _OF_VERIFY = ("--nproc", "--preset", "--run-dir", "--cold")
 
 
-def parts(run: Run) -> list[Markup]:
+def parts(run: RunSummary) -> list[Markup]:
     """The section on how to repeat the run."""
     given = _given(run)
     if not given and not has_task(run):
@@ -43,13 +43,13 @@ def parts(run: Run) -> list[Markup]:
     return [*content, *(element("p", note, class_="soft") for note in notes)]
 
 
-def has_task(run: Run) -> bool:
+def has_task(run: RunSummary) -> bool:
     """True if the config names the task, so that a command can create it. A script or a notebook may pass its own."""
     task = run.config.get("task")
     return isinstance(task, Mapping) and "kind" in task
 
 
-def to_verify(run: Run) -> list[str]:
+def to_verify(run: RunSummary) -> list[str]:
     """The command that verifies the training of a run. FILE.py:Task means a task that only the user has."""
     given = _given(run)
     if not has_task(run):
@@ -64,7 +64,7 @@ def to_verify(run: Run) -> list[str]:
     return kept
 
 
-def _given(run: Run) -> list[str]:
+def _given(run: RunSummary) -> list[str]:
     """The command of the last start, with the number of ranks, which a launcher hides from its ranks."""
     command = run.environment.get("command")
     if not isinstance(command, Sequence) or isinstance(command, str) or not command:

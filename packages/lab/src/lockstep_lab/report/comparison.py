@@ -17,7 +17,7 @@ from lockstep_lab.report import charts, page, run
 from lockstep_lab.report.config_difference import differing
 from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.page import number_text, section, table
-from lockstep_lab.report.run import Run
+from lockstep_lab.report.run import RunSummary
 
 _WIDE = 40  # characters of a value on the terminal
 _LONG = 300  # and on the page
@@ -30,7 +30,7 @@ class Comparison:
     """The differences between runs. All lists are in the order of the runs."""
 
     labels: list[str]
-    runs: list[Run]
+    runs: list[RunSummary]
     config: dict[str, list[Any]]
     """The values of each key that differs, by dotted key."""
     results: dict[str, list[float | None]]
@@ -83,7 +83,7 @@ def _is_result(name: str) -> bool:
     return name.startswith(("eval/", "train/")) or name == "memory/peak_mb"
 
 
-def _best_results(runs: Sequence[Run]) -> dict[str, list[float | None]]:
+def _best_results(runs: Sequence[RunSummary]) -> dict[str, list[float | None]]:
     rules = dict.fromkeys(one.retention.best for one in runs if one.retention.best is not None)
     best: dict[str, list[float | None]] = {}
     for kind, name in rules:
@@ -108,7 +108,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     return [f"{number}: {folder.name}" for number, folder in enumerate(folders, 1)]  # a folder was given twice
 
 
-def _about(one: Run) -> list[str]:
+def _about(one: RunSummary) -> list[str]:
     environment = one.environment
     git = environment.get("git")
     commit = (

@@ -13,9 +13,9 @@ import numpy as np
 
 from lockstep.parts import metric_arrays
 from lockstep_lab.report.markup import Markup, element, shortened
-from lockstep_lab.report.metrics_file import Metrics
+from lockstep_lab.report.metrics_file import LoggedMetrics
 from lockstep_lab.report.page import code, folded, number_text, table, time
-from lockstep_lab.report.run import Run, is_result
+from lockstep_lab.report.run import RunSummary, is_result
 
 _ROWS, _COLUMNS, _CLASSES = 30, 10, 300
 _REPORTS = 10
@@ -25,7 +25,7 @@ _STEP = re.compile(r"-?step-(\d+)$")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def parts(run: Run, *, room: int) -> list[Markup]:
+def parts(run: RunSummary, *, room: int) -> list[Markup]:
     """The section on evaluations.
 
     Args:
@@ -41,13 +41,13 @@ def parts(run: Run, *, room: int) -> list[Markup]:
     return [*content, *_of_checkpoints(run), *_reports(run), *_matrices(run), *_pictures(run, room)]
 
 
-def _steps(metrics: Metrics, names: Sequence[str]) -> list[float]:
+def _steps(metrics: LoggedMetrics, names: Sequence[str]) -> list[float]:
     """Steps of evaluations, the last first."""
     found = [metrics.series[name].steps for name in names]
     return sorted(np.unique(np.concatenate(found)).tolist(), reverse=True) if found else []
 
 
-def _chosen_step(run: Run) -> float | None:
+def _chosen_step(run: RunSummary) -> float | None:
     """The step of the best value of the metric that chooses the best checkpoint, whether or not one was saved there."""
     best = run.retention.best
     series = run.metrics.series.get(best[1]) if best else None
@@ -58,7 +58,7 @@ def _chosen_step(run: Run) -> float | None:
     return float(series.steps[np.flatnonzero(values == extreme)[-1]])
 
 
-def _by_step(run: Run, names: Sequence[str]) -> list[Markup]:
+def _by_step(run: RunSummary, names: Sequence[str]) -> list[Markup]:
     steps, best = _steps(run.metrics, names), _chosen_step(run)
     shown = steps[:_ROWS]
     if best is not None and best not in shown and best in steps:
@@ -76,7 +76,7 @@ def _by_step(run: Run, names: Sequence[str]) -> list[Markup]:
     return [*content, *([element("p", " ".join(notes), class_="soft")] if notes else [])]
 
 
-def _of_checkpoints(run: Run) -> list[Markup]:
+def _of_checkpoints(run: RunSummary) -> list[Markup]:
     """A table of the results of `lockstep evaluate`, the last first."""
     shown = run.evaluations[: -_ROWS - 1 : -1]
     names = [name for entry in shown for name in entry if name.startswith("eval/") and len(run.parts(name)) == 2]
@@ -93,7 +93,7 @@ def _of_checkpoints(run: Run) -> list[Markup]:
     return [element("h3", title), table(("at", "step", "changes", *columns), rows, "numbers", label=title)]
 
 
-def _by_class(run: Run, names: Sequence[str]) -> list[Markup]:
+def _by_class(run: RunSummary, names: Sequence[str]) -> list[Markup]:
     """A table for `eval/iou/CLASS` and the like, at the last evaluation and at the best."""
     steps = _steps(run.metrics, names)
     if not steps:
@@ -118,7 +118,7 @@ def _by_class(run: Run, names: Sequence[str]) -> list[Markup]:
     return content
 
 
-def _reports(run: Run) -> list[Markup]:
+def _reports(run: RunSummary) -> list[Markup]:
     """The texts that the task gave for evaluations: the last one open, earlier ones folded."""
     tables = sorted(run.log.tables.items(), reverse=True)
     best = _chosen_step(run)
@@ -130,7 +130,7 @@ def _reports(run: Run) -> list[Markup]:
     return content
 
 
-def _matrices(run: Run) -> list[Markup]:
+def _matrices(run: RunSummary) -> list[Markup]:
     """Two-dimensional metrics of the last evaluation, if they are small and no image shows them."""
     last: dict[str, Any] = {}
     try:
@@ -157,7 +157,7 @@ def _matrices(run: Run) -> list[Markup]:
     return content
 
 
-def _pictures(run: Run, room: int) -> list[Markup]:
+def _pictures(run: RunSummary, room: int) -> list[Markup]:
     """Images of samples and results: of each kind the last and the best, then earlier ones while there is room."""
     best = _chosen_step(run)
     first, later = _by_kind(run, best)
@@ -190,7 +190,7 @@ def _pictures(run: Run, room: int) -> list[Markup]:
     return content_parts
 
 
-def _by_kind(run: Run, best: float | None) -> tuple[list[tuple[str, int, Path]], list[tuple[str, int, Path]]]:
+def _by_kind(run: RunSummary, best: float | None) -> tuple[list[tuple[str, int, Path]], list[tuple[str, int, Path]]]:
     """Kind, step and path of each image: the last and the best of each kind, and earlier ones, the latest first."""
     kinds: dict[str, list[tuple[int, Path]]] = {}
     for path in sorted([*(run.folder / "samples").glob("*.png"), *(run.folder / "pictures").glob("*.png")]):

@@ -28,7 +28,7 @@ class Series:
 
 
 @dataclass
-class Metrics:
+class LoggedMetrics:
     """The content of metrics.jsonl."""
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -111,9 +111,9 @@ class _Rows:
         return np.concatenate(self.blocks)
 
 
-def read(path: Path) -> Metrics:
+def read(path: Path) -> LoggedMetrics:
     """The series in a file of entries. A file that is missing or unreadable has none."""
-    metrics = Metrics()
+    metrics = LoggedMetrics()
     groups: dict[tuple[str, ...], _Rows] = {}
     try:
         with path.open("rb") as file:
@@ -129,7 +129,7 @@ def read(path: Path) -> Metrics:
     return metrics
 
 
-def _rows(lines: Iterable[bytes], metrics: Metrics) -> Iterator[dict[str, Any]]:
+def _rows(lines: Iterable[bytes], metrics: LoggedMetrics) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line.decode())

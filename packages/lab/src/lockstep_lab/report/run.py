@@ -18,7 +18,7 @@ from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.errors import UsageError
 from lockstep.parts import evaluations_file
 from lockstep_lab.report import metrics_file, train_log
-from lockstep_lab.report.metrics_file import Metrics
+from lockstep_lab.report.metrics_file import LoggedMetrics
 from lockstep_lab.report.train_log import TrainLog
 
 _OF_A_RUN = ("config.yaml", "environment.json", "metrics.jsonl", "train.log")
@@ -27,14 +27,14 @@ _LONGEST = 200_000  # characters of a text file that are read
 
 
 @dataclass
-class Run:
+class RunSummary:
     """The facts of a run."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
     """The sections of config.yaml, as written."""
     environment: dict[str, Any] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     log: TrainLog = field(default_factory=TrainLog)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     """With a valid manifest, newest first."""
@@ -121,7 +121,7 @@ def is_result(name: str) -> bool:
     return name.startswith("eval/") and name.rpartition("/")[2] not in ("samples", "bad", "of_samples")
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RunSummary:
     """The facts of the run in `folder`.
 
     Raises:
@@ -131,7 +131,7 @@ def read(folder: Path) -> Run:
         what = "not a run directory: it has none of " + ", ".join(_OF_A_RUN) if folder.is_dir() else "no such folder"
         raise UsageError(what, where=str(folder), remedy="give the directory of a run, such as runs/digits")
     problems = [f"{name} is missing" for name in _OF_A_RUN if not (folder / name).is_file()]
-    run = Run(folder, problems=problems)
+    run = RunSummary(folder, problems=problems)
     try:
         run.config = config_layers.read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     except UsageError as error:

@@ -17,7 +17,7 @@ from lockstep_lab.report import charts, commands, evaluations, page, run, timeli
 from lockstep_lab.report.config_difference import flat
 from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.page import code, facts, folded, number_text, section, table
-from lockstep_lab.report.run import Run, is_result
+from lockstep_lab.report.run import RunSummary, is_result
 
 _SHOWN = 200  # characters of a value
 _LONG = 50_000  # of a text
@@ -41,7 +41,7 @@ def write(folder: Path, out: Path | None = None) -> Path:
     return out
 
 
-def to_html(shown: Run) -> str:
+def to_html(shown: RunSummary) -> str:
     """The page as text."""
     curves = charts.of_run(shown.metrics, shown.evaluation_sets)
     count = charts.first(curves) if curves else 0
@@ -79,7 +79,7 @@ def to_html(shown: Run) -> str:
     return page.document(f"{shown.name}: lockstep report", body, values, marks)
 
 
-def _header(shown: Run) -> list[Markup]:
+def _header(shown: RunSummary) -> list[Markup]:
     state, sentence = shown.state()
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     about = f"{shown.folder.resolve()} · page made {now} by lockstep {lockstep.__version__}"
@@ -100,7 +100,7 @@ def _nothing(text: str) -> Markup:
     return element("p", text[:1].upper() + text[1:] + ".", class_="soft")
 
 
-def _result(shown: Run) -> list[Markup]:
+def _result(shown: RunSummary) -> list[Markup]:
     metrics = shown.metrics
     names = ["train/loss", *shown.results()]
     pairs = [(name, number_text(value)) for name in names[:12] if (value := metrics.last(name)) is not None]
@@ -114,7 +114,7 @@ def _result(shown: Run) -> list[Markup]:
     return [*content, element("p", "verify: ", element("a", verdict, href="#verification"), class_=state)]
 
 
-def _trained(shown: Run) -> Markup:
+def _trained(shown: RunSummary) -> Markup:
     environment, task = shown.environment, shown.section("task")
     starts = shown.log.starts
     git = environment.get("git")
@@ -155,7 +155,7 @@ def _trained(shown: Run) -> Markup:
     return element("div", content, [folded("the log before the first step", code(intro))] if intro else [])
 
 
-def _checkpoints(shown: Run) -> list[Markup]:
+def _checkpoints(shown: RunSummary) -> list[Markup]:
     if not shown.checkpoints:
         return [_nothing("there are no checkpoints")]
     retention, best = shown.retention, shown.best
@@ -193,7 +193,7 @@ def _verdict(verdict: Mapping[str, Any]) -> tuple[str, str]:
     return text + shown, "passed" if number.get("passed") else "not-shown"
 
 
-def _verification(shown: Run) -> list[Markup]:
+def _verification(shown: RunSummary) -> list[Markup]:
     text, state = _verdict(shown.verdict)
     how = commands.to_verify(shown)
     if text == "not verified":
@@ -225,7 +225,7 @@ def _verification(shown: Run) -> list[Markup]:
     ]
 
 
-def _config(shown: Run) -> list[Markup]:
+def _config(shown: RunSummary) -> list[Markup]:
     parts: list[Markup] = []
     if shown.config:
         parts.append(

@@ -9,14 +9,14 @@ from lockstep.parts.ending import duration
 from lockstep_lab.report import page
 from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.report.page import code, folded, table
-from lockstep_lab.report.run import Run
-from lockstep_lab.report.train_log import Start
+from lockstep_lab.report.run import RunSummary
+from lockstep_lab.report.train_log import LoggedStart
 
 _MOST = 200  # starts in the table
 _WIDTH, _HEIGHT = 1000.0, 46.0
 
 
-def parts(run: Run) -> list[Markup]:
+def parts(run: RunSummary) -> list[Markup]:
     """The section on the history of the run."""
     starts = run.log.starts
     content: list[Markup] = []
@@ -36,7 +36,7 @@ def parts(run: Run) -> list[Markup]:
     return content
 
 
-def endings(starts: Sequence[Start], is_running: bool | None = None) -> list[str]:
+def endings(starts: Sequence[LoggedStart], is_running: bool | None = None) -> list[str]:
     """The end of each start, in words.
 
     Args:
@@ -55,7 +55,7 @@ def endings(starts: Sequence[Start], is_running: bool | None = None) -> list[str
     return said
 
 
-def _table(starts: Sequence[Start], is_running: bool | None) -> Markup:
+def _table(starts: Sequence[LoggedStart], is_running: bool | None) -> Markup:
     rows = []
     for start, ending in list(zip(starts, endings(starts, is_running), strict=True))[-_MOST:]:
         about = f"{start.world} x {start.device}, lockstep {start.lockstep}, torch {start.torch}"
@@ -66,7 +66,7 @@ def _table(starts: Sequence[Start], is_running: bool | None) -> Markup:
     return table(("started", "steps", "for", f"end{left_out}", "on"), rows, "starts", label="Starts")
 
 
-def _picture(starts: Sequence[Start], is_running: bool | None = None) -> Markup:
+def _picture(starts: Sequence[LoggedStart], is_running: bool | None = None) -> Markup:
     """A bar for each start on a time axis; empty if times are missing."""
     try:
         begins = [datetime.datetime.fromisoformat(start.at).timestamp() for start in starts]

@@ -19,7 +19,7 @@ _TABLE_CHARACTERS, _NOTE_CHARACTERS = 20_000, 1000
 
 
 @dataclass
-class Start:
+class LoggedStart:
     """One start of the training, up to its end or the next start."""
 
     at: str
@@ -66,7 +66,7 @@ class Note:
 class TrainLog:
     """The content of train.log."""
 
-    starts: list[Start] = field(default_factory=list)
+    starts: list[LoggedStart] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     intro: list[str] = field(default_factory=list)
     """Lines of the first start before its first step: the data and the model."""
@@ -90,7 +90,7 @@ def _read(lines: Iterable[str]) -> TrainLog:
     for at, text in _messages(lines):
         if begin := _START.match(text):
             lockstep, torch, world, device, step = begin.groups()
-            log.starts.append(Start(at, lockstep, torch, int(world), device, int(step), int(step), at))
+            log.starts.append(LoggedStart(at, lockstep, torch, int(world), device, int(step), int(step), at))
             continue
         last = log.starts[-1] if log.starts else None
         if last is not None:

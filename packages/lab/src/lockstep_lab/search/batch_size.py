@@ -25,7 +25,7 @@ _FASTER = 1.03  # smaller differences may be noise
 
 
 @dataclass(frozen=True)
-class Tried:
+class BatchSizeResult:
     """A micro-batch of `size` samples."""
 
     size: int
@@ -36,13 +36,15 @@ class Tried:
     """Of the rank that needs the most. 0: not measured."""
 
 
-def search(attempt: Callable[[int], Tried], most: int, tell: Callable[[Tried], None] = lambda _: None) -> list[Tried]:
+def search(
+    attempt: Callable[[int], BatchSizeResult], most: int, tell: Callable[[BatchSizeResult], None] = lambda _: None
+) -> list[BatchSizeResult]:
     """Try powers of two up to `most`, then sizes between the largest that fits and the smallest that does not.
 
     Returns:
         what was tried, by size.
     """
-    done: dict[int, Tried] = {}
+    done: dict[int, BatchSizeResult] = {}
 
     def fits(size: int) -> bool:
         done[size] = attempt(size)
@@ -84,7 +86,7 @@ def check(config: RunConfig, memory: int | None, *, on_gpu: bool) -> None:
 
 def attempt_of(
     target: str, overrides: Sequence[str], *, ranks: int, given: int, memory: int | None
-) -> Callable[[int], Tried]:
+) -> Callable[[int], BatchSizeResult]:
     """A function that tries a size: it trains a few steps with `lockstep plan --measure` in separate processes.
 
     Args:
@@ -92,7 +94,7 @@ def attempt_of(
         memory: bytes that a rank may use. None: no limit.
     """
 
-    def attempt(size: int) -> Tried:
+    def attempt(size: int) -> BatchSizeResult:
         samples = max(given, size * ranks)
         keys = [*overrides, *keys_of(size, samples)]
         with shortages.temporary_folder("lockstep-tune-") as folder:
@@ -111,20 +113,22 @@ def keys_of(size: int, samples: int) -> list[str]:
     return ["batch.per_rank=null", "batch.accumulate=null", f"batch.global={samples}", f"batch.micro={size}"]
 
 
-def _judged(size: int, samples: int, done: subprocess.CompletedProcess[str], file: Path, memory: int | None) -> Tried:
+def _judged(
+    size: int, samples: int, done: subprocess.CompletedProcess[str], file: Path, memory: int | None
+) -> BatchSizeResult:
     """The result of an attempt.
 
     Raises:
         TrainingError: it failed for a reason other than memory.
     """
     if done.returncode in (-9, 137) or (done.returncode and any(text in done.stderr for text in _SHORTAGES)):
-        return Tried(size, fits=False)
+        return BatchSizeResult(size, fits=False)
     if done.returncode:
         last = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise TrainingError(f"the steps with micro-batches of {size} failed:\n{last}", where="lockstep tune batch")
     measured = json.loads(file.read_text())["measured"]
     peak = int(measured["peak_bytes"])
-    return Tried(
+    return BatchSizeResult(
         size,
         fits=memory is None or peak <= memory,
         samples_per_s=samples / measured["step_seconds"],
@@ -133,7 +137,7 @@ def _judged(size: int, samples: int, done: subprocess.CompletedProcess[str], fil
 
 
 def text(
-    tried: Sequence[Tried], most: int, *, given: int, ranks: int, memory: int | None, by_rank: bool = False
+    tried: Sequence[BatchSizeResult], most: int, *, given: int, ranks: int, memory: int | None, by_rank: bool = False
 ) -> str:
     """The largest size with the keys to set, and whether a smaller size is as fast.
 
@@ -169,7 +173,7 @@ def text(
     return "\n".join([*lines, f"keys: {' '.join(keys)}"])
 
 
-def row(tried: Tried) -> str:
+def row(tried: BatchSizeResult) -> str:
     """A line on an attempt."""
     if not tried.samples_per_s:
         return f"{tried.size:>8}  out of memory"

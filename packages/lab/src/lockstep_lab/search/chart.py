@@ -58,7 +58,7 @@ class Axis:
 
 
 @dataclass
-class Chart:
+class SweepChart:
     """A chart. Colours are those of SVG, as #3b82c4."""
 
     title: str

@@ -54,7 +54,7 @@ class Process:
             self._process.stdin.close()
 
 
-class Results:
+class TrialResults:
     """The results of a training in its run directory, as they come."""
 
     def __init__(self, folder: Path, metric: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep_lab.search.chart import BLUE, PALE, Axis, Chart
+from lockstep_lab.search.chart import BLUE, PALE, Axis, SweepChart
 from lockstep_lab.search.learning_rate import RangeTest
 
 
@@ -28,7 +28,7 @@ def text(found: RangeTest) -> str:
     return "\n".join(lines)
 
 
-def chart(found: RangeTest, name: str) -> Chart:
+def chart(found: RangeTest, name: str) -> SweepChart:
     """The losses over the rate, and the suggestion. The loss axis ends a little above the first losses."""
     first = found.averages[0]
     top = max([first, *found.averages[: len(found.averages) // 2 + 1]])
@@ -36,7 +36,7 @@ def chart(found: RangeTest, name: str) -> Chart:
     limit = top + (top - least)
     shown = [min(loss, limit) for loss in found.losses]
     labels = {"steepest": found.suggestion.steepest, "minimum / 10": found.suggestion.tenth_of_minimum}
-    return Chart(
+    return SweepChart(
         f"{name}: range test of the learning rate",
         Axis("optim.lr", found.rates, log=True),
         Axis("loss", shown),

@@ -27,7 +27,7 @@ _NAME = "sweep"
 
 
 @dataclass(frozen=True)
-class Record:
+class TrialRecord:
     """A trial in the storage."""
 
     number: int
@@ -112,11 +112,11 @@ class Study:
     def __len__(self) -> int:
         return len([trial for trial in self.study.trials if trial.state.name != "WAITING"])
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[TrialRecord]:
         """All trials that have started, by number."""
         names = {"COMPLETE": DONE, "PRUNED": PRUNED, "FAIL": FAILED, "RUNNING": OPEN}
         return [
-            Record(
+            TrialRecord(
                 trial.number,
                 names[trial.state.name],
                 {key: self._decoded(key, value) for key, value in trial.params.items()},

@@ -23,7 +23,7 @@ from lockstep.core.errors import LockstepError, Preempted, TrainingError, UsageE
 from lockstep.core.parallel import signals
 from lockstep_lab.search import processes, study
 from lockstep_lab.search.grid import Grid, overrides_of
-from lockstep_lab.search.processes import Results
+from lockstep_lab.search.processes import TrialResults
 
 SPEC = "sweep.json"
 _LOOK_EVERY_S = 0.3
@@ -34,7 +34,7 @@ _FULL = os.strerror(errno.ENOSPC)
 _ROOM = "free disk space, or repair permissions; then the same command continues, including this trial"
 
 
-class Training(Protocol):
+class TrainingProcess(Protocol):
     """A training in another process: see `processes.Process`."""
 
     def poll(self) -> int | None:
@@ -45,7 +45,7 @@ class Training(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class SweepRequest:
     """The request to `lockstep sweep`."""
 
     target: str
@@ -80,15 +80,15 @@ class _Trial:
 
     open: study.Open
     slot: int
-    training: Training
-    results: Results
+    training: TrainingProcess
+    results: TrialResults
     begun: float = field(default_factory=time.monotonic)
     is_pruned: bool = False
     kills: int = 0
 
 
 @contextlib.contextmanager
-def claimed(order: Order) -> Iterator[None]:
+def claimed(order: SweepRequest) -> Iterator[None]:
     """Keep other sweeps out of the folder. Write the request, or compare it with the earlier one.
 
     Raises:
@@ -134,9 +134,9 @@ class Sweep:
 
     def __init__(
         self,
-        order: Order,
+        order: SweepRequest,
         *,
-        start: Callable[[Sequence[str], Path, Mapping[str, str]], Training] = processes.Process,
+        start: Callable[[Sequence[str], Path, Mapping[str, str]], TrainingProcess] = processes.Process,
         tell: Callable[[str], None] = print,
         pause: Callable[[], None] = lambda: time.sleep(_LOOK_EVERY_S),
     ) -> None:
@@ -192,10 +192,10 @@ class Sweep:
 
     def _begin(self, opened: study.Open) -> None:
         slot = next(slot for slot in range(self.order.parallel) if slot not in {one.slot for one in self.running})
-        results = Results(self.order.folder_of(opened.number), self.order.grid.metric)
+        results = TrialResults(self.order.folder_of(opened.number), self.order.grid.metric)
         self.running.append(_Trial(opened, slot, self._started(opened, slot), results))
 
-    def _started(self, opened: study.Open, slot: int) -> Training:
+    def _started(self, opened: study.Open, slot: int) -> TrainingProcess:
         order = self.order
         folder, values = order.folder_of(opened.number), overrides_of(opened.values)
         self._wait_for_end_before(folder)

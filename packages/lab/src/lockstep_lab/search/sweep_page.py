@@ -14,10 +14,10 @@ from lockstep_lab.report import charts, metrics_file, page
 from lockstep_lab.report.charts import Line
 from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.search import study
-from lockstep_lab.search.chart import BLUE, GREEN, PALE, Axis, Chart
+from lockstep_lab.search.chart import BLUE, GREEN, PALE, Axis, SweepChart
 from lockstep_lab.search.grid import Range, overrides_of
-from lockstep_lab.search.study import DONE, PRUNED, Record
-from lockstep_lab.search.sweep import Order
+from lockstep_lab.search.study import DONE, PRUNED, TrialRecord
+from lockstep_lab.search.sweep import SweepRequest
 
 PAGE, BEST = "sweep.html", "best.yaml"
 _SHOWN_CURVES = 16
@@ -27,13 +27,13 @@ _SHOWN_CURVES = 16
 class Ranked:
     """The trials of a sweep, the best first."""
 
-    order: Order
-    records: list[Record]
+    order: SweepRequest
+    records: list[TrialRecord]
     steps: dict[int, int]
     """The last logged step of each trial."""
 
     @property
-    def best(self) -> Record | None:
+    def best(self) -> TrialRecord | None:
         """The best finished trial. None: there is none."""
         return self.records[0] if self.records and self.records[0].state == DONE else None
 
@@ -50,19 +50,19 @@ class Ranked:
         return titles, rows
 
 
-def shown(record: Record) -> float | None:
+def shown(record: TrialRecord) -> float | None:
     """The result of a trial that a table shows: of an unfinished trial, its last. None: there is none."""
     if record.state == DONE:
         return record.value
     return record.results[-1] if record.results else None
 
 
-def ranked(order: Order, found: study.Study) -> Ranked:
+def ranked(order: SweepRequest, found: study.Study) -> Ranked:
     """The trials of a sweep: finished ones by their result, then pruned ones, then the others."""
     sign = -1.0 if order.grid.direction == "max" else 1.0
     states = {DONE: 0, PRUNED: 1}
 
-    def place(record: Record) -> tuple[int, float, int]:
+    def place(record: TrialRecord) -> tuple[int, float, int]:
         value = shown(record)
         return states.get(record.state, 2), float("inf") if value is None else sign * value, record.number
 
@@ -135,7 +135,7 @@ def html(results: Ranked) -> str:
     return page.document(f"Sweep {order.folder.name}", body, data)
 
 
-def _scatters(results: Ranked) -> list[Chart]:
+def _scatters(results: Ranked) -> list[SweepChart]:
     """For each key, the result over its value."""
     grid, found = results.order.grid, [one for one in results.records if shown(one) is not None]
     drawn = []
@@ -147,7 +147,7 @@ def _scatters(results: Ranked) -> list[Chart]:
             names = [_short(value) for value in values]
             places = [names.index(_short(value)) for value in here]
             axis = Axis(key, places, names=names)
-        chart = Chart("", axis, Axis(grid.metric, heights), width=420, height=260)
+        chart = SweepChart("", axis, Axis(grid.metric, heights), width=420, height=260)
         for place, height, one in reversed(list(zip(places, heights, found, strict=True))):
             colour = GREEN if one is results.best else BLUE if one.state == DONE else PALE
             chart.dots.append((place, height, colour))

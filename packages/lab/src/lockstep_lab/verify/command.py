@@ -19,7 +19,7 @@ from lockstep.core import atomic, devices
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep_lab.verify import html_report, report, worker_functions
 from lockstep_lab.verify.checks import CHECKS
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, VerifyResult, fault, not_shown
 from lockstep_lab.verify.workers import Workers
 
@@ -72,7 +72,7 @@ def verify(
     folder = make_folder(run_dir)
     own_workers = Workers(run_dir / LOG) if workers is None else workers
     try:
-        experiments = Experiments(
+        experiments = ExperimentRunner(
             config,
             nproc,
             folder,
@@ -129,7 +129,7 @@ def _cannot_write(kind: type[LockstepError], error: OSError, run_dir: Path, *, r
     return kind(f"cannot write: {error.strerror}", where=str(error.filename or run_dir), remedy=remedy)
 
 
-def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:
+def _check_that_task_runs(experiments: ExperimentRunner, run_dir: Path) -> None:
     """Run the task and its model once, so that errors in them are reported before any check."""
     try:
         experiments.probe()
@@ -146,7 +146,7 @@ def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:
         ) from None
 
 
-def _make_check(name: str, experiments: Experiments) -> CheckResult:
+def _make_check(name: str, experiments: ExperimentRunner) -> CheckResult:
     start = time.perf_counter()
     try:
         check = CHECKS[name](experiments)
@@ -159,7 +159,7 @@ def _make_check(name: str, experiments: Experiments) -> CheckResult:
     return check
 
 
-def _failure(failed: ExperimentFailed, experiments: Experiments) -> str:
+def _failure(failed: ExperimentFailed, experiments: ExperimentRunner) -> str:
     """Words for a failed experiment, with a likely cause."""
     words = f"the experiment failed: {failed}"
     collectives = experiments.probe().collectives

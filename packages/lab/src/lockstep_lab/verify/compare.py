@@ -19,7 +19,7 @@ _LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a larger bound could hid
 
 
 @dataclass(frozen=True)
-class Difference:
+class TrainingDifference:
     """Between two trainings of the same model."""
 
     weights: float
@@ -45,7 +45,7 @@ def difference(
     moved: float,
     losses: Sequence[float],
     other_losses: Sequence[float],
-) -> Difference:
+) -> TrainingDifference:
     """Compare the parameters of two checkpoints, tensor by tensor. Buffers are left out: they may count forward passes.
 
     Args:
@@ -61,7 +61,7 @@ def difference(
     for (name, tensor), (_, counterpart) in zip(reference.read(both), other.read(both), strict=True):
         norms[name] = _norm_of_difference(tensor, counterpart)
     worst = max(norms, key=lambda name: norms[name], default="")
-    return Difference(
+    return TrainingDifference(
         weights=norms.get(worst, 0.0) / (moved or 1.0),
         worst=worst.removeprefix("model."),
         losses=curve_difference(losses, other_losses),
@@ -138,7 +138,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def rounding_bound(noise: Difference, *, epsilon: float, steps: int) -> float:
+def rounding_bound(noise: TrainingDifference, *, epsilon: float, steps: int) -> float:
     """The largest difference that rounding explains.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.core.task import Task
 from lockstep_lab.verify.comparable_task import sum_of_heads
 from lockstep_lab.verify.derivative import own_backwards
-from lockstep_lab.verify.meeting_place import Results, meeting_place
+from lockstep_lab.verify.meeting_place import ResultRecorder, meeting_place
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.step_operations import CoarseOperations, ComparingOperations
 
@@ -128,7 +128,7 @@ class _Record:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.comparing = ComparingOperations(samples)
-        self.results = Results()
+        self.results = ResultRecorder()
 
     def has_all(self, tensors: Sequence[Tensor]) -> bool:
         """True if all of these tensors, or views of them, went into the model."""

@@ -14,7 +14,7 @@ from lockstep.core import devices
 from lockstep.core.data import same_samples
 from lockstep_lab.verify import compare, cut_model, worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
-from lockstep_lab.verify.compare import Difference
+from lockstep_lab.verify.compare import TrainingDifference
 from lockstep_lab.verify.constant_baseline import ConstantBaseline, constant_baseline
 from lockstep_lab.verify.data_probe import probe_data
 from lockstep_lab.verify.hash_seed import OtherInterpreter, digests
@@ -72,7 +72,7 @@ def _once(method: Method) -> Method:
     """Call the method once for the same arguments, and keep its result, or its `ExperimentFailed`."""
 
     @functools.wraps(method)
-    def kept(self: Experiments, *arguments: Any) -> Any:
+    def kept(self: ExperimentRunner, *arguments: Any) -> Any:
         key = (method, arguments)
         if key not in self._outcomes:
             try:
@@ -88,7 +88,7 @@ def _once(method: Method) -> Method:
 
 
 @dataclass
-class Experiments:
+class ExperimentRunner:
     """Runs trainings and evaluations on workers, and keeps their results."""
 
     config: Mapping[str, Any]
@@ -427,7 +427,7 @@ class Experiments:
         noise = self.difference_from_one_process("one-process-reversed", self.one_process_reversed())
         return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=len(self.one_process()[0].losses))
 
-    def difference_from_one_process(self, name: str, recordings: list[Recording]) -> Difference:
+    def difference_from_one_process(self, name: str, recordings: list[Recording]) -> TrainingDifference:
         """The distance of the weights and losses of the training `name` from those of `one_process`."""
         (reference,) = self.one_process()
         checkpoint = newest(self.folder / name)

@@ -26,7 +26,7 @@ class _Result(NamedTuple):
     """True if a gradient flows through it."""
 
 
-class Results(TorchFunctionMode):
+class ResultRecorder(TorchFunctionMode):
     """Inside, the results of a loss are recorded; those of a model count as one."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Results(TorchFunctionMode):
         return result
 
 
-def meeting_place(whole: Results, halves: Sequence[Results], sizes: Sequence[int]) -> str:
+def meeting_place(whole: ResultRecorder, halves: Sequence[ResultRecorder], sizes: Sequence[int]) -> str:
     """The first result that is neither the concatenation of the halves, nor their sum or mean.
 
     Args:

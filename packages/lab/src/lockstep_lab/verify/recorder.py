@@ -30,7 +30,7 @@ from lockstep_lab.verify.generators import disturb
 from lockstep_lab.verify.reference.data import EVERY_HEAD, numbers
 from lockstep_lab.verify.reference.gradient import GradientComparison, reference_gradient
 from lockstep_lab.verify.reference.optimizer import ReferenceOptimizer
-from lockstep_lab.verify.step_operations import Communication, StepOperations
+from lockstep_lab.verify.step_operations import StepCommunication, StepOperations
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Recording:
     """Steps, counted from 0, in which the model was in evaluation mode."""
     wrong_modes: list[str] = field(default_factory=list)
     """Modules that began in a different mode than `model.train()` sets."""
-    communication: dict[int, Communication] = field(default_factory=dict)
+    communication: dict[int, StepCommunication] = field(default_factory=dict)
     """By step counted from 0."""
     operations: list[tuple[str, int]] = field(default_factory=list)
     """(name, digest of the result) of each operation of one step."""

@@ -48,7 +48,7 @@ _ORDERS = {  # by operation, the position of the argument `dim`, and its default
 
 
 @dataclass
-class Communication:
+class StepCommunication:
     """The collectives of one step on one rank, and where its host waited for the device."""
 
     reductions: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if device is not None and not digests:
             self._watched = device.watched_waits(self._note_wait)
-        self.digests, self.communication = digests, Communication()
+        self.digests, self.communication = digests, StepCommunication()
         self.results: list[tuple[str, int]] = []
         self._in_optimizer = False
         self._handles = [

@@ -7,7 +7,7 @@ import pytest
 from lockstep_lab.verify.checks import gradients
 from lockstep_lab.verify.checks.gradients import _wrong_learning_rates, _wrong_norms
 from lockstep_lab.verify.reference.gradient import GradientComparison
-from lockstep_lab.verify.step_operations import Communication
+from lockstep_lab.verify.step_operations import StepCommunication
 from lockstep_lab.verify.task_probe import TaskProbe
 from packages.lab.tests.verify.made_up import experiments, recording
 
@@ -269,21 +269,21 @@ def communicated(*steps, rank_1=None, nproc=2, sharded=False, **sections):
 
 
 def test_each_gradient_once_passes():
-    result = communicated(Communication(reductions=DDP, own_reductions=[1]))
+    result = communicated(StepCommunication(reductions=DDP, own_reductions=[1]))
     assert (result.status, result.value) == ("passed", 1.0)
     assert "2 reductions of 22 elements in a step of 4 micro-batches, for 22 parameters" in result.reason
 
 
 def test_padded_shards_pass_and_unpadded_numbers_do_not():
     fsdp = {"sharded": True, "parallel": {"strategy": "fsdp"}}
-    assert communicated(Communication(reductions=FSDP, own_reductions=[1, 1]), **fsdp).status == "passed"
-    assert communicated(Communication(reductions=DDP, own_reductions=[1, 1]), **fsdp).status == "fault"
-    assert communicated(Communication(reductions=FSDP)).status == "fault"
+    assert communicated(StepCommunication(reductions=FSDP, own_reductions=[1, 1]), **fsdp).status == "passed"
+    assert communicated(StepCommunication(reductions=DDP, own_reductions=[1, 1]), **fsdp).status == "fault"
+    assert communicated(StepCommunication(reductions=FSDP)).status == "fault"
 
 
 def test_the_bitmap_of_unused_parameters_is_no_gradient():
     waits = [("single.py:3", True)]  # of DDP, which reads the bitmap in the backward pass
-    step = Communication(reductions=DDP, reductions_of_integers=[2], host_waits=waits)
+    step = StepCommunication(reductions=DDP, reductions_of_integers=[2], host_waits=waits)
     assert communicated(step, parallel={"find_unused_parameters": True}).status == "passed"
     step.host_waits = [*waits, ("single.py:4", True)]
     assert communicated(step, parallel={"find_unused_parameters": True}).status == "fault"
@@ -302,15 +302,15 @@ def test_collectives_of_the_loss_show_nothing_but_other_faults():
 
 
 def test_wasted_and_missing_reductions_are_faults():
-    result = communicated(Communication(reductions=DDP * 3))
+    result = communicated(StepCommunication(reductions=DDP * 3))
     assert (result.status, result.value) == ("fault", 3.0)
-    assert communicated(Communication(reductions=[15])).status == "fault"
-    assert communicated(Communication()).status == "fault"
+    assert communicated(StepCommunication(reductions=[15])).status == "fault"
+    assert communicated(StepCommunication()).status == "fault"
 
 
 def test_the_quietest_step_counts():
-    noisy = Communication(reductions=DDP, own_reductions=[1, 1, 2, 2], other_collectives=["allgather"])
-    assert communicated(noisy, Communication(reductions=DDP, own_reductions=[1])).status == "passed"
+    noisy = StepCommunication(reductions=DDP, own_reductions=[1, 1, 2, 2], other_collectives=["allgather"])
+    assert communicated(noisy, StepCommunication(reductions=DDP, own_reductions=[1])).status == "passed"
     result = communicated(noisy, noisy)
     assert result.status == "fault"
     assert "4 small reductions" in result.reason
@@ -318,34 +318,38 @@ def test_the_quietest_step_counts():
 
 def test_a_wait_of_the_package_is_a_fault_on_any_rank_and_in_any_step():
     ours = ("step.py:12", True)
-    assert "at step.py:12" in communicated(Communication(reductions=DDP, host_waits=[ours])).reason
-    quiet = Communication(reductions=DDP)
-    assert communicated(quiet, Communication(reductions=DDP, own_reductions=[1], host_waits=[ours])).status == "fault"
-    assert communicated(quiet, rank_1={2: Communication(reductions=DDP, host_waits=[ours])}).status == "fault"
+    assert "at step.py:12" in communicated(StepCommunication(reductions=DDP, host_waits=[ours])).reason
+    quiet = StepCommunication(reductions=DDP)
+    assert (
+        communicated(quiet, StepCommunication(reductions=DDP, own_reductions=[1], host_waits=[ours])).status == "fault"
+    )
+    assert communicated(quiet, rank_1={2: StepCommunication(reductions=DDP, host_waits=[ours])}).status == "fault"
 
 
 def test_a_wait_of_the_task_is_a_note():
-    result = communicated(Communication(reductions=DDP, host_waits=[("mine.py:3", False)]))
+    result = communicated(StepCommunication(reductions=DDP, host_waits=[("mine.py:3", False)]))
     assert result.status == "passed"
     assert result.notes == ["the task itself makes the host wait for the device at mine.py:3"]
 
 
 def test_the_loss_scaler_may_wait():
     waits = [("step.py:1", True), ("step.py:2", True), ("step.py:3", True)]
-    assert communicated(Communication(reductions=DDP, host_waits=waits), precision="fp16").status == "passed"
+    assert communicated(StepCommunication(reductions=DDP, host_waits=waits), precision="fp16").status == "passed"
     assert (
-        communicated(Communication(reductions=DDP, host_waits=[*waits, ("step.py:4", True)]), precision="fp16").status
+        communicated(
+            StepCommunication(reductions=DDP, host_waits=[*waits, ("step.py:4", True)]), precision="fp16"
+        ).status
         == "fault"
     )
-    assert communicated(Communication(reductions=DDP, host_waits=waits)).status == "fault"
+    assert communicated(StepCommunication(reductions=DDP, host_waits=waits)).status == "fault"
 
 
 def test_one_rank_need_not_communicate_and_must_not_wait():
-    assert communicated(Communication(), nproc=1).status == "passed"
-    assert communicated(Communication(host_waits=[("step.py:1", True)]), nproc=1).status == "fault"
+    assert communicated(StepCommunication(), nproc=1).status == "passed"
+    assert communicated(StepCommunication(host_waits=[("step.py:1", True)]), nproc=1).status == "fault"
 
 
 def test_groups_of_ranks_and_too_few_steps_show_nothing():
     hybrid = {"parallel": {"strategy": "fsdp", "shard_ranks": 2}, "sharded": True, "nproc": 4}
-    assert communicated(Communication(reductions=FSDP), **hybrid).status == "not shown"
+    assert communicated(StepCommunication(reductions=FSDP), **hybrid).status == "not shown"
     assert communicated().status == "not shown"

@@ -7,8 +7,8 @@ import pytest
 from lockstep_lab.verify import compare
 from lockstep_lab.verify.checks import on_mesh, replicas
 from lockstep_lab.verify.checks.replicas import _differing, _incomplete
-from lockstep_lab.verify.compare import Difference
-from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.compare import TrainingDifference
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.task_probe import TaskProbe
 from lockstep_lab.verify.worker_functions import Answer
 from packages.lab.tests.verify.made_up import experiments, recording
@@ -175,11 +175,11 @@ LOSSES = [4.0, 3.0, 2.0, 1.0]
 def compared(
     monkeypatch, weights=0.0, curve=LOSSES, limit=1e-9, missing=(), probe=None, check=replicas.ranks, **answers
 ):
-    monkeypatch.setattr(Experiments, "rounding_bound", lambda self: limit)
+    monkeypatch.setattr(ExperimentRunner, "rounding_bound", lambda self: limit)
     monkeypatch.setattr(
-        Experiments,
+        ExperimentRunner,
         "difference_from_one_process",
-        lambda self, name, mine: Difference(
+        lambda self, name, mine: TrainingDifference(
             weights, "0.weight", compare.curve_difference(LOSSES, mine[0].losses), missing
         ),
     )

@@ -9,8 +9,8 @@ import torch
 from lockstep.parts.digest import digest
 from lockstep_lab.verify import compare
 from lockstep_lab.verify.checks import resume
-from lockstep_lab.verify.compare import Difference, first_difference_of_runs
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.compare import TrainingDifference, first_difference_of_runs
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.task_probe import TaskProbe
 from lockstep_lab.verify.worker_functions import Answer
@@ -248,11 +248,11 @@ TABLE = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6, 7)}
 def stretched(monkeypatch, table=TABLE, nproc=2):
     alone = consuming(range(4), TABLE, LOSSES)
     begun, resumed = consuming(range(2), table, LOSSES[:2]), consuming(range(2, 4), table, LOSSES[2:])
-    monkeypatch.setattr(Experiments, "rounding_bound", lambda self: 1e-9)
+    monkeypatch.setattr(ExperimentRunner, "rounding_bound", lambda self: 1e-9)
     monkeypatch.setattr(
-        Experiments,
+        ExperimentRunner,
         "difference_from_one_process",
-        lambda self, name, mine: Difference(0.0, "0.weight", compare.curve_difference(LOSSES, mine[0].losses)),
+        lambda self, name, mine: TrainingDifference(0.0, "0.weight", compare.curve_difference(LOSSES, mine[0].losses)),
     )
     answers = {"one-process": alone, "elastic": begun, "elastic-resumed": resumed}
     return resume.elastic(experiments(answers, nproc, steps=4))

@@ -21,8 +21,8 @@ from lockstep.core.foreign_task import Foreign, Keys, line_of, raise_all, refuse
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task
 from lockstep_recipes.adapters import hooks, loaders, optimizers, trainer_arguments, units
-from lockstep_recipes.adapters.lightning_trial import Tried, tried
-from lockstep_recipes.adapters.logged import Record, metrics_of
+from lockstep_recipes.adapters.lightning_trial import ProbedStep, tried
+from lockstep_recipes.adapters.logged import StepLog, metrics_of
 from lockstep_recipes.adapters.serving import Parts, ServedTrainer, arguments_after_batch, served
 from lockstep_recipes.adapters.units import Given
 
@@ -96,7 +96,7 @@ class LightningTask(Foreign):
         with served(Parts(module), ServedTrainer(self.clock, plan, "train")):
             optimizer, config = optimizers.parse(module.configure_optimizers(), where)
             if config is not None:
-                optimizers.Rates(optimizer, config, where, module).after(1)
+                optimizers.LearningRateFactors(optimizer, config, where, module).after(1)
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found again
@@ -184,7 +184,7 @@ class LightningTask(Foreign):
         module = self._pristine()
         optimizer, config = self._configured_optimizer(module)
         where = line_of(self.foreign.configure_optimizers)
-        self._rates = None if config is None else optimizers.Rates(optimizer, config, where, module)
+        self._rates = None if config is None else optimizers.LearningRateFactors(optimizer, config, where, module)
         if self._rates is not None:
             self._rates.check_frequency(trainer_arguments.accumulated(self.trainer))
             trainer = self._served("train")
@@ -329,15 +329,15 @@ class LightningTask(Foreign):
         """The units of the values of a batch: of validation_step, or of training_step."""
         return self._found["validate" if batch.purpose == "validate" else "train"].units
 
-    def _output(self, record: Record, batch: Given, device: torch.device) -> dict[str, Any]:
+    def _output(self, record: StepLog, batch: Given, device: torch.device) -> dict[str, Any]:
         found = self._of(batch)
         counts = {name: found[name].count(batch) for name in record.values if found.get(name) is not None}
         return record.output(batch.samples, counts, batch.purpose, device)
 
-    def _run(self, model: Any, batch: Given) -> tuple[Tensor | None, Record]:
+    def _run(self, model: Any, batch: Given) -> tuple[Tensor | None, StepLog]:
         """The loss that the step for this batch returned, if any, and what it logged."""
         training = batch.purpose != "validate" or not self.validates_by_step
-        step, record = model.training_step if training else model.validation_step, Record()
+        step, record = model.training_step if training else model.validation_step, StepLog()
         if training and model not in self._optimizers:  # in the trial, and in experiments of verify
             self._optimizers[model] = self._configured_optimizer(model)[0]
         content = self._of(batch)[""].filled(batch) if batch.is_empty else batch.batch
@@ -368,10 +368,10 @@ class LightningTask(Foreign):
     # ---- the trial
 
     @functools.cached_property
-    def _found(self) -> dict[str, Tried]:
+    def _found(self) -> dict[str, ProbedStep]:
         """What a few samples reveal about the step for each purpose, `train` and `validate`."""
         own = units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
-        module, found = self._pristine(), {"train": Tried(), "validate": Tried()}
+        module, found = self._pristine(), {"train": ProbedStep(), "validate": ProbedStep()}
         with torch.no_grad(), torch.device("cpu"), restored_generators(_CPU):
             module.eval()
             if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):

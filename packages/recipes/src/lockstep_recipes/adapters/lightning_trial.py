@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.core import metric_sync
 from lockstep.core.data.randomness import seed_all
 from lockstep_recipes.adapters import units
-from lockstep_recipes.adapters.logged import Record
+from lockstep_recipes.adapters.logged import StepLog
 from lockstep_recipes.adapters.units import Given, Path
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Tried:
+class ProbedStep:
     """What samples revealed about one step."""
 
     units: dict[str, Any] = field(default_factory=dict)
@@ -37,12 +37,12 @@ def tried(
     module: nn.Module,
     samples: Sequence[Any],
     collate: Callable[[list[Any]], Given],
-    run: Callable[[Any, Given], tuple[Tensor | None, Record]],
+    run: Callable[[Any, Given], tuple[Tensor | None, StepLog]],
     *,
     own: Any,
     training: bool,
     where: str,
-) -> Tried:
+) -> ProbedStep:
     """Run samples through a step, as one batch and split in two, in evaluation mode on the CPU.
 
     Args:
@@ -55,7 +55,7 @@ def tried(
     Raises:
         UsageError: the unit of the loss cannot be determined.
     """
-    found, fixed, rounding = Tried(), dict[str, Any](), units.Rounding()
+    found, fixed, rounding = ProbedStep(), dict[str, Any](), units.Rounding()
 
     def measured(part: Sequence[Any]) -> tuple[Given, dict[str, float]]:
         seed_all(0)
@@ -68,9 +68,9 @@ def tried(
         fixed.update({name: None for name, (_, size) in record.values.items() if size is not None})
         return given, values | ({} if loss is None else {"": float(loss)})
 
-    def trial() -> units.Trial:
+    def trial() -> units.HalvesTrial:
         cut = [(measured(samples[:place]), measured(samples[place:])) for place in units.cuts(len(samples))]
-        return units.Trial(measured(samples), cut)
+        return units.HalvesTrial(measured(samples), cut)
 
     fits, last = units.settled(module, trial, rounding)
     found.units = {name: fits.unit(name) for name in last.whole[1]}

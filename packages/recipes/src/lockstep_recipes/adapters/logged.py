@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
 _TAKEN = ("loss", "lr", "grad_norm", "samples", "bad", "of_samples", "samples_per_s", "skipped")
 
 
-class Record:
+class StepLog:
     """What one call of a step logs."""
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
     return optimizers[0], {"interval": "epoch", "frequency": 1, **one}
 
 
-class Rates:
+class LearningRateFactors:
     """The factor on all learning rates after each number of updates, read from a torch scheduler. A copy of the
     scheduler steps ahead of training on groups without parameters, so none of its state is saved."""
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lockstep.core import this_process
-from lockstep.core.foreign_task import Clock, refused, users_line
-from lockstep_recipes.adapters.logged import Record, metrics_in
+from lockstep.core.foreign_task import TrainingClock, refused, users_line
+from lockstep_recipes.adapters.logged import StepLog, metrics_in
 
 _OWN_RANK = (
     "all ranks have the same data, and Lockstep gives each rank its samples; to print once, use trainer.is_global_zero"
@@ -64,7 +64,7 @@ class ServedTrainer:
     """The attributes of Lightning's Trainer that do not depend on ranks. All others are errors that name the user's
     line."""
 
-    def __init__(self, clock: Clock, plan: dict[str, Any], stage: str = "", optimizer: Any = None) -> None:
+    def __init__(self, clock: TrainingClock, plan: dict[str, Any], stage: str = "", optimizer: Any = None) -> None:
         """
         Args:
             plan: `max_epochs`, `max_steps`, `batches`, `steps`, `datamodule`.
@@ -132,10 +132,10 @@ class Parts:
 
 
 @contextlib.contextmanager
-def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None, data: Any = None) -> Iterator[None]:
+def served(parts: Parts, trainer: ServedTrainer, record: StepLog | None = None, data: Any = None) -> Iterator[None]:
     """Within this context, the modules log into `record`, and they and the DataModule `data` see `trainer`. Everything
     is restored afterwards."""
-    record = Record() if record is None else record
+    record = StepLog() if record is None else record
     own = {"log": record.log, "log_dict": record.log_dict, "all_gather": _no_gather, "print": _print}
     own["optimizers"] = lambda use_pl_optimizer=True: trainer.optimizers[0]
     if hasattr(data, "trainer"):

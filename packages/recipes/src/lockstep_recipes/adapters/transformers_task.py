@@ -22,7 +22,7 @@ from lockstep.core.schedule import scaled_lr
 from lockstep.core.task import Metrics
 from lockstep_recipes.adapters import transformers_arguments, units
 from lockstep_recipes.adapters.loaders import Marked, Validated, reads_at_once
-from lockstep_recipes.adapters.optimizers import Rates, holder
+from lockstep_recipes.adapters.optimizers import LearningRateFactors, holder
 from lockstep_recipes.adapters.units import Given
 
 _CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ class TransformersTask(Foreign):
         return self._rates.at(update, 1)
 
     @functools.cached_property
-    def _rates(self) -> Rates:
+    def _rates(self) -> LearningRateFactors:
         from transformers import get_scheduler
 
         args = self.arguments
@@ -167,7 +167,7 @@ class TransformersTask(Foreign):
             raise refused(
                 f"{args.lr_scheduler_type}: {error}", where, "give the arguments that the scheduler takes"
             ) from error
-        return Rates(optimizer, {"scheduler": scheduler, "interval": "step", "frequency": 1}, where)
+        return LearningRateFactors(optimizer, {"scheduler": scheduler, "interval": "step", "frequency": 1}, where)
 
     # ---- data
 
@@ -272,9 +272,9 @@ class TransformersTask(Foreign):
 
             count = whole.samples
 
-            def trial() -> units.Trial:
+            def trial() -> units.HalvesTrial:
                 cut = [(units.sliced(whole, 0, at), units.sliced(whole, at, count)) for at in units.cuts(count)]
-                return units.Trial(measured(whole), [(measured(one), measured(other)) for one, other in cut])
+                return units.HalvesTrial(measured(whole), [(measured(one), measured(other)) for one, other in cut])
 
             fits, last = units.settled(model, trial, rounding)
         self._with_ignored = units.with_ignored(whole.batch)

@@ -146,7 +146,7 @@ def spread(length: int) -> list[int]:
     return [number * length // count for number in range(count)]
 
 
-class Trial(NamedTuple):
+class HalvesTrial(NamedTuple):
     """Values of a batch and of its two halves, by name."""
 
     whole: tuple[Given, Mapping[str, float]]
@@ -194,7 +194,7 @@ class Fits:
     def __init__(self) -> None:
         self.by_name: dict[str, list[Unit]] = {}
 
-    def add(self, trial: Trial, *, near: float) -> None:
+    def add(self, trial: HalvesTrial, *, near: float) -> None:
         """Remove the units that do not fit a trial. A value that is not finite is ignored."""
         for name in trial.whole[1]:
             if all(math.isfinite(found.get(name, 0.0)) for _, found in _all(trial)):
@@ -205,7 +205,7 @@ class Fits:
         """The unit. None: the value is not a mean over any known unit."""
         return next(iter(self.by_name.get(name, ())), None)
 
-    def is_open(self, name: str, trial: Trial) -> bool:
+    def is_open(self, name: str, trial: HalvesTrial) -> bool:
         """True if several units with different counts fit."""
         counts = [[float(unit.count(given)) for given, _ in _all(trial)] for unit in self.by_name.get(name, ())]
         return any(
@@ -218,11 +218,11 @@ class Fits:
         return " or ".join(map(str, self.by_name.get("", ())))
 
 
-def _all(trial: Trial) -> list[tuple[Given, Mapping[str, float]]]:
+def _all(trial: HalvesTrial) -> list[tuple[Given, Mapping[str, float]]]:
     return [trial.whole, *(part for parts in trial.parts for part in parts)]
 
 
-def _fits(trial: Trial, name: str, unit: Unit, near: float) -> bool:
+def _fits(trial: HalvesTrial, name: str, unit: Unit, near: float) -> bool:
     whole = trial.whole[1][name]
     for parts in trial.parts:
         counts = [float(unit.count(given)) for given, _ in parts]
@@ -235,7 +235,7 @@ def _fits(trial: Trial, name: str, unit: Unit, near: float) -> bool:
     return True
 
 
-def settled(module: torch.nn.Module, trial: Callable[[], Trial], rounding: Rounding) -> tuple[Fits, Trial]:
+def settled(module: torch.nn.Module, trial: Callable[[], HalvesTrial], rounding: Rounding) -> tuple[Fits, HalvesTrial]:
     """Try a module with larger and larger weights, until one unit remains. Returns what fits, and the last trial."""
     fits = Fits()
     for factor in SCALES:
@@ -252,7 +252,7 @@ def with_ignored(batch: Any) -> set[Path]:
     return {path for path, one in tensors(batch) if one.dtype == torch.int64 and bool((one == IGNORED).any())}
 
 
-def of_loss(fits: Fits, last: Trial, where: str, *, near: float) -> Unit:
+def of_loss(fits: Fits, last: HalvesTrial, where: str, *, near: float) -> Unit:
     """The unit of the loss.
 
     Args:

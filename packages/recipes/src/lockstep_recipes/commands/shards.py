@@ -18,7 +18,7 @@ from lockstep.core.errors import UsageError
 _TABLES = (".csv", ".tsv", ".json", ".txt")
 
 
-class Format(enum.StrEnum):
+class WritableFormat(enum.StrEnum):
     """A format for writing shards."""
 
     PARQUET = "parquet"
@@ -39,7 +39,7 @@ def shards(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://BUCKET/FOLDER.")],
     format: Annotated[
-        Format | None,
+        WritableFormat | None,
         typer.Option(
             help="Format of the shards. Default: tar for images and arrays, jsonl for chats, otherwise parquet."
         ),

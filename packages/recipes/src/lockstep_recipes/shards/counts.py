@@ -18,7 +18,7 @@ from lockstep.core.errors import LockstepError
 from lockstep_recipes.shards.files import Files
 from lockstep_recipes.shards.find import FORMATS, Shard
 from lockstep_recipes.shards.formats.blocks import Counted, damaged
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 _FORMAT = 2  # version of the cached files; shards with a different version are counted again
 _AT_ONCE = 8  # shards that are counted at the same time
@@ -79,7 +79,7 @@ def _count(files: Files, shard: Shard) -> Counted:
     return found
 
 
-def _kept(place: Place) -> Counted | None:
+def _kept(place: ShardLocation) -> Counted | None:
     """What the cache folder has for this version of a shard. A shard without a tag may have changed unnoticed."""
     if not place.tag:
         return None
@@ -89,7 +89,7 @@ def _kept(place: Place) -> Counted | None:
         return None
 
 
-def _file(place: Place) -> Path:
+def _file(place: ShardLocation) -> Path:
     key = json.dumps([_FORMAT, place.url, place.size, place.tag, dict(place.about)])
     return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 

@@ -17,8 +17,8 @@ from lockstep_recipes.shards.counts import counted
 from lockstep_recipes.shards.disk import Disk
 from lockstep_recipes.shards.files import Files
 from lockstep_recipes.shards.find import FORMATS, changed, find
-from lockstep_recipes.shards.formats.blocks import Block
-from lockstep_recipes.shards.kept import Kept
+from lockstep_recipes.shards.formats.blocks import SampleBlock
+from lockstep_recipes.shards.lru_cache import LruCache
 from lockstep_recipes.shards.order import ShardOrder
 from lockstep_recipes.shards.places import scheme
 
@@ -69,7 +69,7 @@ class Shards(Dataset[Any]):
         sources = [str(one) if scheme(str(one)) else os.path.abspath(os.path.expanduser(one)) for one in named]
         self.cache_bytes, self.options = bytes_of(cache, where="Shards(cache=...)"), dict(storage_options or {})
         self.disk_bytes = None if disk is None else bytes_of(disk, where="Shards(disk=...)")
-        self._process: tuple[int, Files, Kept] | None = None
+        self._process: tuple[int, Files, LruCache] | None = None
         self.shards = find(self._here()[0], sources)
         self.counted = counted(self._here()[0], self.shards)
         counts = [one.samples for one in self.counted]
@@ -120,16 +120,16 @@ class Shards(Dataset[Any]):
         shard = bisect_right(self.ends, index)
         return shard, index - (self.ends[shard - 1] if shard else 0)
 
-    def _here(self) -> tuple[Files, Kept]:
+    def _here(self) -> tuple[Files, LruCache]:
         """Files and cached blocks of this process: a forked loader worker does not share connections with its
         parent."""
         if self._process is None or self._process[0] != os.getpid():
-            kept = Kept(self.cache_bytes)
+            kept = LruCache(self.cache_bytes)
             disk = None if self.disk_bytes is None else Disk(self.disk_bytes)
             self._process = (os.getpid(), Files(self.options, kept, disk), kept)
         return self._process[1:]
 
-    def _block(self, shard: int, number: int) -> Block:
+    def _block(self, shard: int, number: int) -> SampleBlock:
         files, kept = self._here()
         (place, kind, _), of_shard = self.shards[shard], self.counted[shard]
         form = FORMATS[kind]
@@ -144,7 +144,7 @@ class Shards(Dataset[Any]):
             value, size = form.head(read, place, of_shard)
             return value, size + 1024
 
-        def load() -> tuple[Block, int]:
+        def load() -> tuple[SampleBlock, int]:
             first, end = of_shard.ends[number - 1] if number else 0, of_shard.ends[number]
             at = f"{place.url}, samples {first} to {end - 1}"
             data = read(of_shard.begins[number], of_shard.stops[number])
@@ -165,7 +165,7 @@ class Shards(Dataset[Any]):
                 raise _too_large(block.nbytes, kept.limit, at)
             return block, block.nbytes
 
-        found: Block = kept.get((shard, number), load)
+        found: SampleBlock = kept.get((shard, number), load)
         return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep import locks
 from lockstep.cache_folder import cache_root
 from lockstep.core import atomic
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 
 class Disk:
@@ -26,7 +26,7 @@ class Disk:
         self.limit, self.folder = limit, cache_root() / "shards" / "parts"
         self._new = limit  # bytes since the folder was last checked; the first chunk checks it
 
-    def get(self, place: Place, start: int, stop: int, load: Callable[[], bytes]) -> bytes:
+    def get(self, place: ShardLocation, start: int, stop: int, load: Callable[[], bytes]) -> bytes:
         """The bytes from `start` to before `stop`. One process loads them, and all others wait for it."""
         key = json.dumps([place.url, place.size, place.tag, start, stop]).encode()
         path = self.folder / hashlib.sha256(key).hexdigest()[:32]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from lockstep.core.errors import DataError, LockstepError, UsageError
 from lockstep_recipes.shards.disk import Disk
-from lockstep_recipes.shards.kept import Kept
-from lockstep_recipes.shards.places import Place, scheme
+from lockstep_recipes.shards.lru_cache import LruCache
+from lockstep_recipes.shards.places import ShardLocation, scheme
 
 T = TypeVar("T")
 WAITS_S = (0.5, 2.0, 8.0)
@@ -55,14 +55,14 @@ class Files:
         disk: keeps chunks of remote shards whose tag shows changes. None: nothing is written.
     """
 
-    def __init__(self, options: Mapping[str, Any], kept: Kept, disk: Disk | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any], kept: LruCache, disk: Disk | None = None) -> None:
         self.options, self.kept, self.disk = options, kept, disk
         self._systems: dict[str, Any] = {}
         self._without_ranges: set[str] = set()
 
     # ---- what the formats use
 
-    def read(self, place: Place, start: int, stop: int, *, keeps: bool = True) -> bytes:
+    def read(self, place: ShardLocation, start: int, stop: int, *, keeps: bool = True) -> bytes:
         """The bytes from `start` to before `stop` of a shard.
 
         Args:
@@ -91,13 +91,13 @@ class Files:
         system = self.system(url)
         return tried(url, lambda: bytes(system.cat_file(url, start=start, end=stop)))
 
-    def open(self, place: Place) -> io.BufferedReader:
+    def open(self, place: ShardLocation) -> io.BufferedReader:
         """A shard as a file for sequential reading."""
         if not scheme(place.url):
             return _tried_local(place.url, lambda: open(place.url, "rb"))
         return io.BufferedReader(_Ranges(self, place), buffer_size=4 << 20)
 
-    def look(self, url: str) -> Place:
+    def look(self, url: str) -> ShardLocation:
         """The size and the tag of a file.
 
         Raises:
@@ -106,7 +106,7 @@ class Files:
         kind = scheme(url)
         if not kind:
             about = _tried_local(url, lambda: os.stat(url))
-            return Place(url, about.st_size, str(about.st_mtime_ns))
+            return ShardLocation(url, about.st_size, str(about.st_mtime_ns))
         if kind in ("http", "https"):
             return tried(url, lambda: self._http_look(url))
         system = self.system(url)
@@ -165,21 +165,21 @@ class Files:
             data = bytes(answer.read())
         return data, len(data)
 
-    def _http_look(self, url: str) -> Place:
+    def _http_look(self, url: str) -> ShardLocation:
         with self._request(url, 0, 0) as answer:
             span = answer.headers.get("Content-Range", "").rpartition("/")[2] if answer.status == 206 else ""
             size = span or answer.headers.get("Content-Length", "")
             tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
         if not size.isdigit():
             raise NotImplementedError("the server does not say how long the file is")
-        return Place(url, int(size), tag)
+        return ShardLocation(url, int(size), tag)
 
 
-def place_of(url: str, about: Mapping[str, Any]) -> Place:
+def place_of(url: str, about: Mapping[str, Any]) -> ShardLocation:
     """A place made from fsspec's information about a file."""
     names = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
     tag = next((str(about[name]) for name in names if about.get(name)), "")
-    return Place(url, int(about.get("size") or 0), tag)
+    return ShardLocation(url, int(about.get("size") or 0), tag)
 
 
 def tried(url: str, action: Callable[[], T]) -> T:
@@ -227,7 +227,7 @@ def _text(error: BaseException) -> str:
 class _Ranges(io.RawIOBase):
     """A remote file, read with range requests."""
 
-    def __init__(self, files: Files, place: Place) -> None:
+    def __init__(self, files: Files, place: ShardLocation) -> None:
         self.files, self.place, self.at = files, place, 0
 
     def readable(self) -> bool:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from lockstep.core.errors import DataError, UsageError, did_you_mean
 from lockstep_recipes.shards.files import Files, place_of, tried
-from lockstep_recipes.shards.formats.blocks import Counted, Format
+from lockstep_recipes.shards.formats.blocks import Counted, ShardFormat
 from lockstep_recipes.shards.formats.columns import Arrow, Parquet
-from lockstep_recipes.shards.formats.json_lines import JsonLines
+from lockstep_recipes.shards.formats.json_lines import JsonLinesFormat
 from lockstep_recipes.shards.formats.mds import Mds
 from lockstep_recipes.shards.formats.tar import COMPRESSED, Tar
-from lockstep_recipes.shards.places import Place, scheme
+from lockstep_recipes.shards.places import ShardLocation, scheme
 
 INDEX = "index.json"
 """The index file of a folder of shards: that of `lockstep shards`, or that of MDS."""
@@ -32,8 +32,8 @@ PROGRESS = ".lockstep-shards.json"
 """Present in a folder while its shards are being written."""
 VERSION = 1
 """Version of the index of `lockstep shards`."""
-FORMATS: Mapping[str, Format] = {
-    "jsonl": JsonLines(),
+FORMATS: Mapping[str, ShardFormat] = {
+    "jsonl": JsonLinesFormat(),
     "parquet": Parquet(),
     "arrow": Arrow(),
     "tar": Tar(),
@@ -49,7 +49,7 @@ _REMEDY = (
 class Shard(NamedTuple):
     """A shard that was found."""
 
-    place: Place
+    place: ShardLocation
     format: str
     """A name of `FORMATS`."""
     counted: Counted | None = None
@@ -152,7 +152,7 @@ def _of_one(files: Files, source: str) -> list[Shard]:
     return shards
 
 
-def _of_state(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
+def _of_state(files: Files, folder: str, listed: Mapping[str, ShardLocation]) -> list[Shard]:
     """The shards of a folder that `datasets` saved. It may also contain results of `map` and `filter`:
     `cache-*.arrow`."""
     names = _saved_names(files.read(listed[STATE], 0, listed[STATE].size), f"{folder}/{STATE}")
@@ -173,7 +173,7 @@ def _saved_names(data: bytes, where: str) -> list[str]:
         raise DataError(what, where=where, remedy=remedy) from error
 
 
-def _check_matching(pattern: str, found: Sequence[Place]) -> None:
+def _check_matching(pattern: str, found: Sequence[ShardLocation]) -> None:
     """Raise DataError if a pattern also matches files next to a data set that `datasets` saved on this disk."""
     for place in () if scheme(pattern) else found:
         folder, name = os.path.split(place.url)
@@ -183,7 +183,7 @@ def _check_matching(pattern: str, found: Sequence[Place]) -> None:
             raise DataError(what, where=place.url, remedy=f"give the folder: {folder}")
 
 
-def _check_folder(files: Files, folder: str, listed: Mapping[str, Place]) -> None:
+def _check_folder(files: Files, folder: str, listed: Mapping[str, ShardLocation]) -> None:
     """Raise DataError if something that is not read here determines which files of a folder count."""
     if "dataset_dict.json" in listed:
         splits = json.loads(files.read(listed["dataset_dict.json"], 0, listed["dataset_dict.json"].size)).get("splits")
@@ -206,14 +206,14 @@ def _is_folder(files: Files, url: str) -> bool:
     return bool(tried(url, lambda: system.isdir(url)))
 
 
-def _shard(place: Place) -> Shard:
+def _shard(place: ShardLocation) -> Shard:
     kind = format_of(place.url.partition("?")[0] if scheme(place.url) in ("http", "https") else place.url)
     if kind is None:
         raise DataError("the format of the shard is not known", where=place.url, remedy=_REMEDY)
     return Shard(place, kind)
 
 
-def _matching(files: Files, pattern: str) -> list[Place]:
+def _matching(files: Files, pattern: str) -> list[ShardLocation]:
     """The shards that match a pattern with `*`, `?` or `[]`."""
     if not scheme(pattern):
         return [files.look(path) for path in glob.glob(pattern, recursive=True) if format_of(path)]
@@ -226,7 +226,7 @@ def _is_shown(name: str) -> bool:
     return not name.startswith(".") or name == PROGRESS
 
 
-def _listed(files: Files, source: str) -> dict[str, Place] | None:
+def _listed(files: Files, source: str) -> dict[str, ShardLocation] | None:
     """The files in a folder by name. None: the source is not a folder. Names that start with a dot are left out."""
     if not scheme(source):
         if not os.path.isdir(source):
@@ -245,7 +245,7 @@ def _with_scheme(pattern: str, name: str) -> str:
     return name if "://" in name else f"{scheme(pattern)}://{name.lstrip('/')}"
 
 
-def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
+def _of_index(files: Files, folder: str, listed: Mapping[str, ShardLocation]) -> list[Shard]:
     """The shards that an `index.json` lists.
 
     Args:
@@ -283,7 +283,7 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
     ]
 
 
-def changed(counted: Place, now: Place) -> DataError:
+def changed(counted: ShardLocation, now: ShardLocation) -> DataError:
     """The error for a shard that has changed since it was counted."""
     what = f"the shard has changed since it was counted: {now.size} bytes instead of {counted.size}"
     if now.size == counted.size:
@@ -298,7 +298,7 @@ def _own(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Sha
         raise ValueError(f"the shard {name!r} of the format {form!r} with the numbers {numbers[:4]}")
     if not len(counted.ends) == len(counted.begins) == len(counted.stops):
         raise ValueError(f"the shard {name!r} has {len(counted.ends)} ends, and {len(counted.begins)} begins")
-    return Shard(Place(f"{folder}/{name}" if folder else name, entry["bytes"]), form, counted)
+    return Shard(ShardLocation(f"{folder}/{name}" if folder else name, entry["bytes"]), form, counted)
 
 
 def _of_mds(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
@@ -311,4 +311,4 @@ def _of_mds(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> 
     stored = entry["zip_data"] or entry["raw_data"]
     if entry["zip_data"]:
         about["compression"] = entry["compression"]
-    return Shard(Place(f"{folder}/{stored['basename']}", stored["bytes"], about=about), "mds")
+    return Shard(ShardLocation(f"{folder}/{stored['basename']}", stored["bytes"], about=about), "mds")

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardLocation:
     """A shard, as it was found."""
 
     url: str

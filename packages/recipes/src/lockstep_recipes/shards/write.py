@@ -23,8 +23,8 @@ from lockstep_recipes.shards.counts import count
 from lockstep_recipes.shards.encode import SUFFIXES, Encoder, fitting
 from lockstep_recipes.shards.files import Files, tried
 from lockstep_recipes.shards.find import INDEX, PROGRESS, VERSION, Shard
-from lockstep_recipes.shards.kept import Kept
-from lockstep_recipes.shards.places import Place, scheme
+from lockstep_recipes.shards.lru_cache import LruCache
+from lockstep_recipes.shards.places import ShardLocation, scheme
 
 _AT_ONCE = 8192  # positions of shuffled samples that are computed together
 
@@ -49,7 +49,7 @@ class _Folder:
                 "cannot write to HTTP addresses", where=out, remedy="give a folder, or an address such as s3://"
             )
         if scheme(out):
-            self.system = Files(options, Kept(1)).system(out)
+            self.system = Files(options, LruCache(1)).system(out)
         else:
             try:
                 Path(out).mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
 def _entry(name: str, data: bytes, samples: int, kind: str) -> dict[str, Any]:
     """The index entry of a shard. Its samples are counted as readers count them."""
     try:
-        counted = count(Shard(Place(name, len(data)), kind), io.BytesIO(data))
+        counted = count(Shard(ShardLocation(name, len(data)), kind), io.BytesIO(data))
     except DataError as error:
         raise DataError(error.what, where=error.where, remedy="rename samples and values") from error
     if counted.samples != samples:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UsageError
-from lockstep_recipes.tasks.ct.aggregators import Layout, make_aggregator, position_encoding
+from lockstep_recipes.tasks.ct.aggregators import SliceLayout, make_aggregator, position_encoding
 from lockstep_recipes.tasks.ct.backbone import SliceBackbone, make_backbone, set_trainable_modes
 from lockstep_recipes.tasks.ct.losses import answer_loss
 from lockstep_recipes.tasks.ct.options import AggregatorOptions
@@ -160,7 +160,7 @@ def test_the_encoding_of_positions():
 
 
 def test_padding_and_its_inverse():
-    layout = Layout.of(torch.tensor([2, 1, 3]), 6, 3)
+    layout = SliceLayout.of(torch.tensor([2, 1, 3]), 6, 3)
     padded = layout.pad(torch.arange(1.0, 7.0))
     assert padded.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert layout.unpad(padded).tolist() == [1, 2, 3, 4, 5, 6]

@@ -18,7 +18,7 @@ from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
 from lockstep_recipes.tasks.ct.presenter import VolumeRiskPresenter
 from lockstep_recipes.tasks.ct.report import risk_report
 from lockstep_recipes.tasks.ct.volume_inputs import read_volume_inputs
-from lockstep_recipes.tasks.ct.volumes.windows import NAMED, Window, windowed
+from lockstep_recipes.tasks.ct.volumes.windows import NAMED, HounsfieldWindow, windowed
 from packages.recipes.tests.tasks.ct.test_volume_risk_metrics import OUTCOMES, QUESTIONS, computed, made_up
 from tests import export_cases
 
@@ -187,7 +187,7 @@ def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, heads
 
 def test_an_export_has_the_levels_of_lockstep_for_every_value():
     values = np.arange(-32768, 32768).astype(np.int16).reshape(256, 256)
-    windows = [*NAMED.values(), Window(37.5, 333.3)]
+    windows = [*NAMED.values(), HounsfieldWindow(37.5, 333.3)]
     about = {"windows": [window._asdict() for window in windows], "image_size": 256, "keep_shape": False}
     levels = use_volumes._picture(values, about).numpy()
     np.testing.assert_array_equal(levels, windowed(values, tuple(windows)).transpose(2, 0, 1))

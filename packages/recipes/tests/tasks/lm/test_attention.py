@@ -84,7 +84,7 @@ def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, windo
 
 
 def test_flash_attention_gets_the_documents_one_behind_the_other(model, monkeypatch):
-    pieces = attention.Pieces(attention.begins_of(POSITIONS), 10)
+    pieces = attention.PackedSequences(attention.begins_of(POSITIONS), 10)
     assert pieces.begins.tolist() == [0, 3, 5, 10, 11, 16, 18, 19, 20]  # each padding stands alone
     monkeypatch.setattr(varlen, "varlen_attn", varlen_by_hand)
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_a_batch_has_what_its_attention_needs(tmp_path, monkeypatch, kind):
     task = small_task(lm_cases.corpus(tmp_path), attention=kind)
     data, model = task.train_data(), task.model()
     batch = task.collate([data[index] for index in range(len(data) - 4, len(data))])
-    masks = {"sdpa": attention.Groups, "flex": flex_attention.BlockMask, "flash": attention.Pieces}
+    masks = {"sdpa": attention.Groups, "flex": flex_attention.BlockMask, "flash": attention.PackedSequences}
     assert isinstance(attention.mask_for(kind, model.eval(), batch), attention.Groups)  # without CUDA
     of_transformers = small_task(lm_cases.corpus(tmp_path), config=lm_cases.LLAMA).model()
     assert isinstance(attention.mask_for("sdpa", of_transformers, batch), torch.Tensor)

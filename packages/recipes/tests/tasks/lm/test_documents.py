@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.tasks.lm import documents, tokens
-from lockstep_recipes.tasks.lm.documents import Corpus, Part
+from lockstep_recipes.tasks.lm.documents import Corpus, TextSegment
 from lockstep_recipes.tasks.lm.options import LmOptions
 from tests.lm_cases import json_lines, small_task, texts
 
@@ -280,16 +280,18 @@ def test_a_tokenizer_with_a_template_writes_chats(tmp_path):
 
 def test_few_plain_texts_give_their_ends_and_many_give_whole_documents():
     text = "".join(f"line {number}\n" for number in range(100))
-    kept, held = documents.divided([documents.Document((Part(text, True),), "a")], 0.1, 0)
+    kept, held = documents.divided([documents.Document((TextSegment(text, True),), "a")], 0.1, 0)
     assert kept[0].parts[0].text + held[0].parts[0].text == text
     assert 0.08 < len(held[0].parts[0].text) / len(text) < 0.12
     assert held[0].parts[0].text.startswith("line ")
-    many = [documents.Document((Part(str(number), True),), str(number)) for number in range(30)]
+    many = [documents.Document((TextSegment(str(number), True),), str(number)) for number in range(30)]
     kept, held = documents.divided(many, 0.1, 0)
     assert len(held) == 3
     assert sorted([*kept, *held], key=many.index) == many
     assert held == documents.divided(many, 0.1, 0)[1] != documents.divided(many, 0.1, 1)[1]
-    answers = [documents.Document((Part("q", False), Part("a", True)), str(number)) for number in range(4)]
+    answers = [
+        documents.Document((TextSegment("q", False), TextSegment("a", True)), str(number)) for number in range(4)
+    ]
     assert [len(part) for part in documents.divided(answers, 0.1, 0)] == [3, 1]
 
 

@@ -15,7 +15,7 @@ from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
 from lockstep_lab.plan.command import facts_with_or_without_data
 from lockstep_lab.plan.estimate import estimate
-from lockstep_lab.plan.inputs import Setting, World
+from lockstep_lab.plan.inputs import Machines, Setting
 from tests import lm_cases, runs
 from tests.lm_cases import small_task
 from tests.ranks import run_ranks
@@ -378,7 +378,7 @@ def test_a_plan_counts_gradients_and_optimizer_state_of_adapters_alone(corpus, d
     whole = sum(parameter.numel() for parameter in task.model().parameters())
     trained = sum(p.elements for p in facts.parameters if p.trainable)
     assert trained == 2 * (4 * 16 + 16 * 4 + 4 * 16 + 8 * 4)
-    found = estimate(facts, Setting(World(1, 1), "single", "fp32", 2))
+    found = estimate(facts, Setting(Machines(1, 1), "single", "fp32", 2))
     assert found.memory.parameters_bytes - facts.buffers_bytes == whole * (4 if dtype == "fp32" else 2) + 4 * trained
     assert found.memory.gradients_bytes == 4 * trained
     assert found.memory.averages_bytes == 4 * trained

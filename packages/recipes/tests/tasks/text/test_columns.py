@@ -5,12 +5,12 @@ import pytest
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.text.columns import Columns, choose, read
-from lockstep_recipes.tasks.text.options import ColumnsOptions
+from lockstep_recipes.tasks.text.options import TextColumnsOptions
 
 
 def chosen(names, text=None, pair=None, label=None, needs_label=True):
     table = Table({name: [] for name in names.split()}, "a.csv")
-    return choose(table, ColumnsOptions(text=text, pair=pair, label=label), needs_label=needs_label)
+    return choose(table, TextColumnsOptions(text=text, pair=pair, label=label), needs_label=needs_label)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_columns_that_are_not_clear_are_listed(names, options, what, remedy):
 def test_a_first_row_that_holds_no_names_is_suspected():
     table = Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv")
     with pytest.raises(DataError) as caught:
-        choose(table, ColumnsOptions())
+        choose(table, TextColumnsOptions())
     assert "It was a good film, and long enough to b...," in caught.value.remedy
     assert caught.value.remedy.endswith("if these are the first row rather than names, set task.header=false")
 
@@ -122,7 +122,7 @@ def test_two_columns_without_usual_names_are_told_apart_by_their_values(tmp_path
     path = tmp_path / "a.csv"
     path.write_text("".join(f'"{line[turned]}","{line[not turned]}"\n' for line in lines))
     for needs_label in (True, False):
-        table, columns = read(Source(str(path)), ColumnsOptions(), needs_label=needs_label)
+        table, columns = read(Source(str(path)), TextColumnsOptions(), needs_label=needs_label)
         assert table.columns[columns.label] == [label for label, _ in ROWS]
         assert table.columns[columns.text[0]] == [text for _, text in ROWS]
         assert (len(columns.text), columns.pair) == (1, None)
@@ -141,7 +141,7 @@ def test_columns_that_the_values_do_not_tell_apart_stay_an_error(tmp_path):
     ):
         path.write_text("".join(",".join(row) + "\n" for row in [tuple("pqr"[: len(rows[0])]), *rows]))
         with pytest.raises(DataError, match="no column has a usual name for the label"):
-            read(Source(str(path)), ColumnsOptions())
+            read(Source(str(path)), TextColumnsOptions())
     path.write_text("p,q\n" + "".join(f"{label},{text}\n" for label, text in ROWS[:2] * 2))
     with pytest.raises(DataError, match="there is no column 'label'"):
-        read(Source(str(path)), ColumnsOptions(label="label"))
+        read(Source(str(path)), TextColumnsOptions(label="label"))

@@ -16,7 +16,7 @@ from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, so
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import data as module
 from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
-from lockstep_recipes.tasks.text.options import ColumnsOptions, TextOptions
+from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 WORDS = [
@@ -471,25 +471,25 @@ def test_a_loader_worker_gets_the_place_of_the_texts_and_not_the_texts(lines, to
 
 def test_texts_to_label_need_no_labels(lines, tmp_path):
     source = lines([{"text": "a", "id": 1}, {"text": "", "id": 2}])
-    assert read_input_texts(source, ColumnsOptions(label="label")) == [
+    assert read_input_texts(source, TextColumnsOptions(label="label")) == [
         InputText(f"{source.name}:1", "a", None),
         InputText(f"{source.name}:2", "", None),
     ]
     source = lines([{"text": "a", "text_pair": "b", "label": "x"}, {"text": "c", "text_pair": None, "label": "x"}])
-    assert read_input_texts(source, ColumnsOptions()) == [
+    assert read_input_texts(source, TextColumnsOptions()) == [
         InputText(f"{source.name}:1", "a", "b"),
         InputText(f"{source.name}:2", "c", ""),
     ]
-    assert read_input_texts(source, ColumnsOptions(text=["text", "label"]))[0] == InputText(
+    assert read_input_texts(source, TextColumnsOptions(text=["text", "label"]))[0] == InputText(
         f"{source.name}:1", "a x", None
     )
     (tmp_path / "a.txt").write_text("one\ntwo")
-    assert read_input_texts(Source(f"{tmp_path}/a.txt"), ColumnsOptions()) == [
+    assert read_input_texts(Source(f"{tmp_path}/a.txt"), TextColumnsOptions()) == [
         InputText(f"{tmp_path}/a.txt:1", "one", None),
         InputText(f"{tmp_path}/a.txt:2", "two", None),
     ]
     with pytest.raises(DataError, match="no column has a usual name for the text"):
-        read_input_texts(lines([{"a": "x", "b": "y"}]), ColumnsOptions())
+        read_input_texts(lines([{"a": "x", "b": "y"}]), TextColumnsOptions())
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -501,7 +501,7 @@ def test_texts_to_label_are_tokenised_as_those_of_training(lines, tokenizer, pai
     source = lines(rows)
     texts = read_texts(source)
     trained = TextData(texts, tokenise(texts, tokenizer, digest="digest", max_length=7), labels=texts.codes)
-    data = InputTexts(read_input_texts(source, ColumnsOptions()), tokenizer, 7)
+    data = InputTexts(read_input_texts(source, TextColumnsOptions()), tokenizer, 7)
     assert len(data) == len(trained)
     for found, wanted in zip(data, trained, strict=True):
         assert found.ids.tolist() == wanted.ids.tolist()
@@ -620,7 +620,7 @@ def test_names_that_are_no_finite_numbers_are_sorted_by_letter():
 
 def test_lines_of_text_files_are_those_of_an_editor(tmp_path):
     (tmp_path / "a.txt").write_text("one\u2028still one\r\ntwo\x0c\n\nfour")
-    found = read_input_texts(Source(str(tmp_path / "a.txt")), ColumnsOptions())
+    found = read_input_texts(Source(str(tmp_path / "a.txt")), TextColumnsOptions())
     assert [one.text for one in found] == ["one\u2028still one", "two\x0c", "", "four"]
     assert found[3].where == f"{tmp_path}/a.txt:4"
 

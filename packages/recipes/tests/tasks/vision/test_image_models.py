@@ -14,7 +14,7 @@ from lockstep import LockstepError, Trainer
 from lockstep.core.batch_norm import without_unsupported
 from lockstep.core.parallel.world import World
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep_recipes.tasks.vision.classification.models import TransformersModels, models_for
+from lockstep_recipes.tasks.vision.classification.models import TransformersClassifiers, models_for
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
 from lockstep_recipes.tasks.vision.image_task import logits_of
 from lockstep_recipes.tasks.vision.size_check import check_image_sizes
@@ -271,7 +271,7 @@ def test_a_finished_run_does_not_need_the_pretrained_model_any_more(folder, pret
 def resnet():
     options = ClassificationOptions.model_validate({"scratch": RESNET})
     torch.manual_seed(0)
-    return TransformersModels(options, None).make(["a", "b"], size=32, trained=False)[0]
+    return TransformersClassifiers(options, None).make(["a", "b"], size=32, trained=False)[0]
 
 
 def test_frozen_batch_norm_keeps_its_statistics_and_ignores_the_batch():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep_lab.verify.checks import evaluation, gradients, learning, on_mesh, replicas, resume
-from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.result import CheckResult
 
-CHECKS: dict[str, Callable[[Experiments], CheckResult]] = {
+CHECKS: dict[str, Callable[[ExperimentRunner], CheckResult]] = {
     "loss": learning.loss,
     "metric": learning.metric,
     "overfit": learning.overfit,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
-from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _PREDICTED_SAMPLES = 64
@@ -23,7 +23,7 @@ _LONGEST_EXAMPLE = 200  # characters
 _METRIC_BOUND = 1e-6  # torchmetrics adds in float32; losses are bitwise equal
 
 
-def evaluation(experiments: Experiments) -> CheckResult:
+def evaluation(experiments: ExperimentRunner) -> CheckResult:
     """Every metric on all ranks is the metric of one process, and of a plain loop without the engine.
 
     If the evaluation draws random numbers, the plain loop draws different ones and is not compared.
@@ -79,14 +79,14 @@ def evaluation(experiments: Experiments) -> CheckResult:
     return passed(f"{text} and of a plain loop", **more)
 
 
-def _micro_batch(experiments: Experiments, largest: int) -> int:
+def _micro_batch(experiments: ExperimentRunner, largest: int) -> int:
     """The size of the micro-batches of an evaluation: the config's, but at most `largest`."""
     asked = experiments.config["batch"]["micro"] or min(experiments.global_batch, 256)
     asked = min(asked.values()) if isinstance(asked, dict) else int(asked)
     return max(1, min(asked, largest))
 
 
-def _wrong_plan(experiments: Experiments, length: int, micro: int) -> str:
+def _wrong_plan(experiments: ExperimentRunner, length: int, micro: int) -> str:
     """A complaint if the plan of an evaluation of `length` samples repeats or omits a sample; else empty."""
     world = experiments.nproc
     plans = experiments.run("evaluation-plan", 1, worker_functions.planned_evaluations, length, micro, world)[0]
@@ -103,7 +103,7 @@ def _wrong_plan(experiments: Experiments, length: int, micro: int) -> str:
 
 
 def _depends_on_cutting(
-    experiments: Experiments, by_loop: Mapping[str, float], micro: int, changes: TaskChanges
+    experiments: ExperimentRunner, by_loop: Mapping[str, float], micro: int, changes: TaskChanges
 ) -> str:
     """A complaint if the plain loop finds different metrics with smaller micro-batches; else empty.
 
@@ -163,7 +163,7 @@ def _relative_difference(first: float | None, second: float | None) -> float:
     return math.inf
 
 
-def predictions(experiments: Experiments) -> CheckResult:
+def predictions(experiments: ExperimentRunner) -> CheckResult:
     """Predictions on all ranks are those of a plain loop, and differ if their truths differ."""
     experiments.learned(1)
     baseline, probe, nproc = experiments.baseline(), experiments.probe(), experiments.nproc

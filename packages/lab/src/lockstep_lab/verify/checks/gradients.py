@@ -11,7 +11,7 @@ from lockstep.core.parallel import single
 from lockstep.updates.players import Player
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.compare import SAFETY, is_too_large
-from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference import order, schedule
 from lockstep_lab.verify.reference.gradient import GradientComparison
@@ -28,7 +28,7 @@ _EXPECTED_COLLECTIVES = {  # of buffers, and of sharded parameters
 }
 
 
-def gradients(experiments: Experiments) -> CheckResult:
+def gradients(experiments: ExperimentRunner) -> CheckResult:
     """Every trainable parameter gets plain torch's gradient, clipped as configured, at the scheduled learning rate."""
     learned, probe = experiments.learned(1), experiments.probe()
     complaints = _wrong_norms(learned[0], experiments) + _wrong_learning_rates(learned[0], experiments)
@@ -85,7 +85,7 @@ def _bound(comparison: GradientComparison, epsilon: float) -> float:
     return max(rounding, SAFETY * comparison.noise)
 
 
-def _wrong_norms(recording: Recording, experiments: Experiments) -> list[str]:
+def _wrong_norms(recording: Recording, experiments: ExperimentRunner) -> list[str]:
     """Complaints about norms that are not finite, are zero, or differ from the logged norms, after clipping."""
     logged = {
         int(entry["step"]) - 1: entry["train/grad_norm"] for entry in recording.entries if "train/grad_norm" in entry
@@ -103,7 +103,7 @@ def _wrong_norms(recording: Recording, experiments: Experiments) -> list[str]:
     return []
 
 
-def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> list[str]:
+def _wrong_learning_rates(recording: Recording, experiments: ExperimentRunner) -> list[str]:
     """Complaints about learning rates that are not the schedule's."""
     config = experiments.short_config(train__steps=experiments.learning_steps)
     optim, total, batch = config["optim"], experiments.learning_steps, experiments.global_batch
@@ -133,7 +133,7 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
     return []
 
 
-def _endless_warmup(experiments: Experiments) -> list[str]:
+def _endless_warmup(experiments: ExperimentRunner) -> list[str]:
     """A complaint if the whole training, as configured, is shorter than its warm-up."""
     config, length = experiments.config, experiments.epoch_length(False)
     train, curve = config["train"], config["schedule"]
@@ -145,7 +145,7 @@ def _endless_warmup(experiments: Experiments) -> list[str]:
     return [f"the warm-up never ends: it has {warmup} updates, and the training has {total}"]
 
 
-def _wrong_updates(experiments: Experiments) -> list[str]:
+def _wrong_updates(experiments: ExperimentRunner) -> list[str]:
     """Complaints about updates, averages or frozen parameters that differ from torch.optim and train.unfreeze."""
     (recording,) = experiments.one_process()
     epsilon = _EPSILON_64 if experiments.probe().float64 else _EPSILON_32
@@ -177,7 +177,7 @@ def _wrong_modules(recordings: list[Recording]) -> list[str]:
     return complaints
 
 
-def collectives(experiments: Experiments) -> CheckResult:
+def collectives(experiments: ExperimentRunner) -> CheckResult:
     """Each gradient is reduced once per step, also under accumulation, and the host never waits for the device."""
     if experiments.probe().collectives:
         return not_shown(str(experiments.probe().obstacle()))
@@ -238,7 +238,7 @@ def collectives(experiments: Experiments) -> CheckResult:
     return passed(f"{text}; no host synchronisation", **more)
 
 
-def _record_communication(experiments: Experiments) -> list[Recording]:
+def _record_communication(experiments: ExperimentRunner) -> list[Recording]:
     """Train on all ranks with several micro-batches each, without logging, so that steps do only what they need."""
     config = experiments.short_config(
         batch__micro=experiments.small_micro_batch, log__every_steps=experiments.steps, train__unfreeze=[]
@@ -267,7 +267,7 @@ def _elements(recording: Recording, nproc: int, players: Sequence[Player] = ()) 
     return sum(-(-shape[0] // nproc) * nproc * math.prod(shape[1:]) for shape in shapes)
 
 
-def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[list[str], list[str]]:
+def _host_waits(recordings: list[Recording], experiments: ExperimentRunner) -> tuple[list[str], list[str]]:
     """The places at which the package waits for the device, and notes about waits that are not faults."""
     # At its first turn, an alternating optimizer checks its gradients.
     first = max((player.every for player in experiments.probe().players), default=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.free_outputs import least_loss
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.reference import schedule
@@ -27,7 +27,7 @@ _EVAL_SAMPLES = 2000
 _TOO_FEW_EVAL_SAMPLES = 20  # by chance, a good model may be worse than a constant on so few samples
 
 
-def loss(experiments: Experiments) -> CheckResult:
+def loss(experiments: ExperimentRunner) -> CheckResult:
     """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
     if experiments.probe().players:
         return not_shown(_OPPONENTS)
@@ -122,7 +122,7 @@ def t_of_slope(curve: Sequence[float]) -> float:
     return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
 
 
-def metric(experiments: Experiments) -> CheckResult:
+def metric(experiments: ExperimentRunner) -> CheckResult:
     """The trained model beats every constant output that was tried, by more than chance explains."""
     baseline = experiments.baseline()
     if baseline.obstacle:
@@ -190,7 +190,7 @@ def metric(experiments: Experiments) -> CheckResult:
     )
 
 
-def overfit(experiments: Experiments) -> CheckResult:
+def overfit(experiments: ExperimentRunner) -> CheckResult:
     """The model can overfit a few training samples, the same in each epoch and without augmentation."""
     if experiments.probe().players:
         return not_shown(_OPPONENTS)
@@ -248,7 +248,7 @@ def _still_falls(curve: Sequence[float], least: float) -> bool:
 
 
 def _overfitted(
-    experiments: Experiments, changes: TaskChanges, *, factor: float, least: float, steps: int
+    experiments: ExperimentRunner, changes: TaskChanges, *, factor: float, least: float, steps: int
 ) -> list[float]:
     """The losses of a training on a few samples, with `factor` times the training's base learning rate.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from lockstep_lab.verify import cut_model
 from lockstep_lab.verify.checks import replicas
 from lockstep_lab.verify.checks import samples as of_samples
-from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.result import CheckResult, fault, not_shown
 
 
-def strategies(experiments: Experiments) -> CheckResult:
+def strategies(experiments: ExperimentRunner) -> CheckResult:
     """The same with FSDP instead of DDP, or DDP instead of FSDP. For a mesh: both, each with and without a mesh."""
     groups, nproc, tensor = experiments.groups, experiments.nproc, int(experiments.config["parallel"]["tensor"])
     if nproc == 1:
@@ -35,7 +35,7 @@ def strategies(experiments: Experiments) -> CheckResult:
     return worst
 
 
-def samples(experiments: Experiments) -> CheckResult:
+def samples(experiments: ExperimentRunner) -> CheckResult:
     """Each sample once per epoch. On a mesh, the ranks of a tensor group get the same batches, bit for bit."""
     complaint = (
         cut_model.other_batches(experiments, experiments.undisturbed())

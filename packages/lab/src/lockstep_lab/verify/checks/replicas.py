@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.core.errors import listed
-from lockstep.parts.replicas import Difference, differing, other_losses
+from lockstep.parts.replicas import ReplicaDifference, differing, other_losses
 from lockstep_lab.verify import compare
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
@@ -18,7 +18,7 @@ _64 = (1 << 64) - 1
 ONE_RANK = "one rank cannot be compared with others; give --nproc 2 or more"
 
 
-def probe(experiments: Experiments) -> CheckResult:
+def probe(experiments: ExperimentRunner) -> CheckResult:
     """The same batch has the same loss on every rank, bit for bit, after some of the steps."""
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
@@ -49,7 +49,7 @@ def probe(experiments: Experiments) -> CheckResult:
     return passed(text, value=0.0, bound=0.0, rows=rows)
 
 
-def replicas(experiments: Experiments) -> CheckResult:
+def replicas(experiments: ExperimentRunner) -> CheckResult:
     """Weights, buffers and optimizer state are equal on all ranks after every step; shards make one whole copy."""
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
@@ -113,7 +113,7 @@ def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
     ), len(others)
 
 
-def _differing(recordings: list[Recording], step: int) -> list[Difference]:
+def _differing(recordings: list[Recording], step: int) -> list[ReplicaDifference]:
     """Tensors with rows that two ranks hold with different values."""
     return differing([recording.digests.get(step, {}) for recording in recordings])
 
@@ -135,7 +135,7 @@ def _incomplete(recordings: list[Recording], step: int) -> str | None:
     return None
 
 
-def ranks(experiments: Experiments) -> CheckResult:
+def ranks(experiments: ExperimentRunner) -> CheckResult:
     """One process and all ranks train the same model: losses and weights are as close as rounding explains."""
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
@@ -145,7 +145,7 @@ def ranks(experiments: Experiments) -> CheckResult:
     return compare_with_one_process(experiments, f"{experiments.nproc}-ranks", experiments.all_ranks, words=name)
 
 
-def accumulation(experiments: Experiments) -> CheckResult:
+def accumulation(experiments: ExperimentRunner) -> CheckResult:
     """The same if each rank splits its samples into several uneven micro-batches."""
     nproc, micro_batch = experiments.nproc, experiments.small_micro_batch
     count = -(-experiments.global_batch // (micro_batch * experiments.groups))
@@ -161,9 +161,9 @@ def accumulation(experiments: Experiments) -> CheckResult:
 
 
 def compare_with_one_process(
-    experiments: Experiments, name: str, train: Callable[[], list[Recording]], *, words: str
+    experiments: ExperimentRunner, name: str, train: Callable[[], list[Recording]], *, words: str
 ) -> CheckResult:
-    """Compare losses and weights of a training with those of `Experiments.one_process`.
+    """Compare losses and weights of a training with those of `ExperimentRunner.one_process`.
 
     Args:
         name: of the training, whose folder has its checkpoint.
@@ -212,7 +212,7 @@ def compare_with_one_process(
     return passed(f"{words} and one process train the same model{probe.precision()}", **more)
 
 
-def _differs_when_repeated(experiments: Experiments) -> bool:
+def _differs_when_repeated(experiments: ExperimentRunner) -> bool:
     """True if the same training has a different result the second time."""
     try:
         runs = experiments.undisturbed(), experiments.undisturbed_again()

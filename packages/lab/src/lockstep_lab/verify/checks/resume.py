@@ -12,7 +12,7 @@ from lockstep.parts.digest import digest
 from lockstep_lab.verify import compare, cut_model, worker_functions
 from lockstep_lab.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep_lab.verify.comparable_task import TaskChanges
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference.checkpoint import SavedState, complete, newest
 from lockstep_lab.verify.reference.data import units_of
@@ -23,7 +23,7 @@ from lockstep_lab.verify.workers import WorkerEnded
 _LOGGED = 1e-6  # of the largest loss; losses are added in float64
 
 
-def determinism(experiments: Experiments) -> CheckResult:
+def determinism(experiments: ExperimentRunner) -> CheckResult:
     """The same training twice is bitwise equal."""
     difference = compare.first_difference_of_runs(experiments.undisturbed(), experiments.undisturbed_again())
     more = {"value": float(difference is not None), "bound": 0.0, "what": "runs that differ"}
@@ -44,7 +44,7 @@ def determinism(experiments: Experiments) -> CheckResult:
     return fault(text, **more)
 
 
-def _same_random_numbers(experiments: Experiments) -> str:
+def _same_random_numbers(experiments: ExperimentRunner) -> str:
     """A complaint if forward passes draw the same random numbers in two steps or on two ranks; else empty."""
     drawing = experiments.probe().random
     if not drawing:
@@ -63,7 +63,7 @@ def _same_random_numbers(experiments: Experiments) -> str:
     return ""
 
 
-def _recomputed_otherwise(experiments: Experiments) -> str:
+def _recomputed_otherwise(experiments: ExperimentRunner) -> str:
     """A complaint if training without recomputation differs; else empty. Compiled code rounds differently."""
     compute = experiments.config["compute"]
     if not compute["activation_checkpointing"] or compute["compile"]:
@@ -72,7 +72,7 @@ def _recomputed_otherwise(experiments: Experiments) -> str:
     return f"compute.activation_checkpointing trains a different model than without it: {found[1]}" if found else ""
 
 
-def _first_operation(experiments: Experiments, step: int) -> str:
+def _first_operation(experiments: ExperimentRunner, step: int) -> str:
     """Train twice more up to `step`, and name the first operation whose result differs."""
     runs = [
         experiments.train(
@@ -96,7 +96,7 @@ def _first_operation(experiments: Experiments, step: int) -> str:
     return "; every operation of the step was the same in two more runs, so it does not happen every time"
 
 
-def resume(experiments: Experiments) -> CheckResult:
+def resume(experiments: ExperimentRunner) -> CheckResult:
     """Killed at a random step and resumed, the training ends with the same weights and optimizer state, bit for bit.
 
     The resumed training has different states of the global generators around each step. If the config has several
@@ -133,7 +133,7 @@ def resume(experiments: Experiments) -> CheckResult:
 
 
 def _compare_resumed(
-    experiments: Experiments, resumed: list[Recording], *, words: str, killed_after: int, checkpoint_step: int
+    experiments: ExperimentRunner, resumed: list[Recording], *, words: str, killed_after: int, checkpoint_step: int
 ) -> CheckResult:
     """Compare the last checkpoint of the resumed training with that of the undisturbed training."""
     undisturbed, steps = experiments.undisturbed(), experiments.steps
@@ -219,7 +219,7 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
     return ""
 
 
-def elastic(experiments: Experiments) -> CheckResult:
+def elastic(experiments: ExperimentRunner) -> CheckResult:
     """Stopped and resumed on a different number of ranks: the same samples, and weights as close as rounding explains.
 
     From a mesh, the training resumes without one, and then on the mesh again.

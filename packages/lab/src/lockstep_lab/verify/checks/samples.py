@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.draws import complaint as complaint_of_draws
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.reference import order
 from lockstep_lab.verify.result import CheckResult, fault, passed
@@ -18,7 +18,7 @@ _MOST_PLANNED = 1_000_000  # samples of an epoch whose whole plan is checked
 _FEWEST_SHUFFLED = 8  # fewer samples may repeat their order by chance
 
 
-def samples(experiments: Experiments) -> CheckResult:
+def samples(experiments: ExperimentRunner) -> CheckResult:
     """Ranks use each sample once per epoch, none twice, and those that seed, step and global batch determine."""
     try:
         recordings = experiments.undisturbed()
@@ -102,7 +102,7 @@ def _samples_of_step(recordings: list[Recording], step: int) -> list[tuple[int, 
     return [indices for recording in recordings for at, _, indices in recording.samples if at == step]
 
 
-def _wrong_plan(experiments: Experiments, total: int) -> str:
+def _wrong_plan(experiments: ExperimentRunner, total: int) -> str:
     """A complaint if the plans of two epochs of all `total` samples are wrong; else empty.
 
     Each epoch must have each sample once, in its own order, which is not the order of the data set.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 BLOCK = 1 << 22
 """The minimum number of bytes of a shard to read at once. Blocks end where a sample ends."""
@@ -49,7 +49,7 @@ class Counted:
         self.stops.append(stop)
 
 
-class Block(Protocol):
+class SampleBlock(Protocol):
     """Samples that were read together. Each call makes a new sample, which the caller may change."""
 
     nbytes: int
@@ -60,7 +60,7 @@ class Block(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
-class Format(Protocol):
+class ShardFormat(Protocol):
     """A format of shards."""
 
     @property
@@ -68,7 +68,7 @@ class Format(Protocol):
         """The suffixes of shards, in lower case."""
         ...
 
-    def count(self, file: BinaryIO, place: Place) -> Counted:
+    def count(self, file: BinaryIO, place: ShardLocation) -> Counted:
         """Count the samples of a shard.
 
         Raises:
@@ -76,11 +76,11 @@ class Format(Protocol):
         """
         ...
 
-    def head(self, read: Read, place: Place, counted: Counted) -> tuple[Any, int]:
+    def head(self, read: Read, place: ShardLocation, counted: Counted) -> tuple[Any, int]:
         """What is read once for all blocks of a shard, and its size in bytes."""
         ...
 
-    def block(self, data: bytes, head: Any, place: Place, number: int) -> Block:
+    def block(self, data: bytes, head: Any, place: ShardLocation, number: int) -> SampleBlock:
         """The samples in the bytes of a block.
 
         Args:
@@ -89,12 +89,12 @@ class Format(Protocol):
         ...
 
 
-def no_head(read: Read, place: Place, counted: Counted) -> tuple[Any, int]:
+def no_head(read: Read, place: ShardLocation, counted: Counted) -> tuple[Any, int]:
     """For formats whose blocks need nothing else."""
     return None, 0
 
 
-def damaged(what: str, place: Place, at: str = "") -> DataError:
+def damaged(what: str, place: ShardLocation, at: str = "") -> DataError:
     """The error for a shard that cannot be used."""
     return DataError(what, where=f"{place.url}{at}", remedy="copy or write the shard again")
 

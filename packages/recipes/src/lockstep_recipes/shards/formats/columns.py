@@ -8,17 +8,17 @@ from typing import Any, BinaryIO
 from lockstep.core.errors import DataError
 from lockstep_recipes.shards.files import module
 from lockstep_recipes.shards.formats.blocks import Counted, Read, damaged
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 _PIP = "pyarrow"
 _TAIL = 1 << 16  # bytes at the end of a Parquet file that pyarrow reads first
 _MAGIC = b"ARROW1\0\0"  # a file starts with it, a stream does not; after it, the file is a stream
 
 
-class Rows:
+class TableRows:
     """The rows of a table. A sample is a dict of Python values by column."""
 
-    def __init__(self, table: Any, place: Place) -> None:
+    def __init__(self, table: Any, place: ShardLocation) -> None:
         whole = table.combine_chunks()
         if len({*whole.column_names}) < len(whole.column_names):
             twice = next(name for name in whole.column_names if whole.column_names.count(name) > 1)
@@ -38,7 +38,7 @@ class Parquet:
 
     suffixes = (".parquet",)
 
-    def count(self, file: BinaryIO, place: Place) -> Counted:
+    def count(self, file: BinaryIO, place: ShardLocation) -> Counted:
         counted, about = Counted(), module("pyarrow.parquet", _PIP, where=place.url).read_metadata(file)
         for number in range(about.num_row_groups):
             group = about.row_group(number)
@@ -52,7 +52,7 @@ class Parquet:
                 counted.add_block(group.num_rows, min(begins), max(stops))
         return counted
 
-    def head(self, read: Read, place: Place, counted: Counted) -> tuple[Any, int]:
+    def head(self, read: Read, place: ShardLocation, counted: Counted) -> tuple[Any, int]:
         footer = read(max(0, place.size - _TAIL), place.size)
         size = int.from_bytes(footer[-8:-4], "little") + 8
         if size > len(footer):
@@ -63,13 +63,13 @@ class Parquet:
         begins = dict(zip(groups, counted.begins, strict=True))
         return (about, groups, begins), 4 * len(footer)  # parsed, it takes more than its bytes
 
-    def block(self, data: bytes, head: Any, place: Place, number: int) -> Rows:
+    def block(self, data: bytes, head: Any, place: ShardLocation, number: int) -> TableRows:
         about, groups, begins = head
         group = groups[number]
         part = _Part(data, begins[group], place.size)
         parquet = module("pyarrow.parquet", _PIP, where=place.url)
         file = parquet.ParquetFile(part, metadata=about, page_checksum_verification=True)
-        return Rows(file.read_row_group(group, use_threads=False), place)
+        return TableRows(file.read_row_group(group, use_threads=False), place)
 
 
 class Arrow:
@@ -78,7 +78,7 @@ class Arrow:
 
     suffixes = (".arrow", ".feather", ".ipc")
 
-    def count(self, file: BinaryIO, place: Place) -> Counted:
+    def count(self, file: BinaryIO, place: ShardLocation) -> Counted:
         pyarrow, counted = module("pyarrow", _PIP, where=place.url), Counted()
         start = file.read(len(_MAGIC))
         if start.startswith(b"FEA1"):
@@ -105,13 +105,13 @@ class Arrow:
             raise damaged(f"not readable as Arrow: {error}", place) from error
         return counted
 
-    def head(self, read: Read, place: Place, counted: Counted) -> tuple[bytes, int]:
+    def head(self, read: Read, place: ShardLocation, counted: Counted) -> tuple[bytes, int]:
         data = read(0, counted.begins[0]).removeprefix(_MAGIC)
         return data, len(data)
 
-    def block(self, data: bytes, head: bytes, place: Place, number: int) -> Rows:
+    def block(self, data: bytes, head: bytes, place: ShardLocation, number: int) -> TableRows:
         pyarrow = module("pyarrow", _PIP, where=place.url)
-        return Rows(pyarrow.ipc.open_stream(head + data).read_all(), place)
+        return TableRows(pyarrow.ipc.open_stream(head + data).read_all(), place)
 
 
 class _Part(io.RawIOBase):

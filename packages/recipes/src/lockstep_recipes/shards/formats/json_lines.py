@@ -8,16 +8,16 @@ from typing import Any, BinaryIO
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.shards.formats.blocks import Counted, no_head
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 
-class JsonLines:
+class JsonLinesFormat:
     """JSON lines. Blank lines are not samples."""
 
     suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
     head = staticmethod(no_head)
 
-    def count(self, file: BinaryIO, place: Place) -> Counted:
+    def count(self, file: BinaryIO, place: ShardLocation) -> Counted:
         counted, at = Counted(), 0
         if place.url.endswith(".gz"):
             with gzip.open(file) as lines:
@@ -28,7 +28,7 @@ class JsonLines:
             at += len(line)
         return counted
 
-    def block(self, data: bytes, head: Any, place: Place, number: int) -> Lines:
+    def block(self, data: bytes, head: Any, place: ShardLocation, number: int) -> Lines:
         return Lines(gzip.decompress(data) if place.url.endswith(".gz") else data)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from lockstep.core.errors import DataError
 from lockstep_recipes.shards.files import module
 from lockstep_recipes.shards.formats.blocks import Counted, Offsets, Read, damaged
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 _SHAPES = ("uint8", "uint16", "uint32", "uint64")  # by the two low bits of the byte with the number of dimensions
 _TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}
@@ -34,7 +34,7 @@ class Mds:
 
     suffixes = (".mds",)
 
-    def count(self, file: BinaryIO, place: Place) -> Counted:
+    def count(self, file: BinaryIO, place: ShardLocation) -> Counted:
         counted, about = Counted(), place.about
         if "compression" in about:
             counted.add_block(about["samples"], 0, place.size)
@@ -44,23 +44,23 @@ class Mds:
             counted.add(1, begin, stop)
         return counted
 
-    def head(self, read: Read, place: Place, counted: Counted) -> tuple[Any, int]:
+    def head(self, read: Read, place: ShardLocation, counted: Counted) -> tuple[Any, int]:
         if "compression" in place.about:
             return None, 0
         data = read(0, 4 * (place.about["samples"] + 2))
         first = [0, *counted.ends[:-1]]
         return (_offsets(data, place), list(zip(first, counted.ends, counted.begins, strict=True))), 2 * len(data)
 
-    def block(self, data: bytes, head: Any, place: Place, number: int) -> Samples:
+    def block(self, data: bytes, head: Any, place: ShardLocation, number: int) -> MdsSamples:
         if "compression" in place.about:
             data = _unpacked(data, place)
-            return Samples(data, _offsets(data[: 4 * (place.about["samples"] + 2)], place), place)
+            return MdsSamples(data, _offsets(data[: 4 * (place.about["samples"] + 2)], place), place)
         offsets, blocks = head
         first, end, begin = blocks[number]
-        return Samples(data, offsets[first : end + 1] - begin, place)
+        return MdsSamples(data, offsets[first : end + 1] - begin, place)
 
 
-def _offsets(data: bytes, place: Place) -> Offsets:
+def _offsets(data: bytes, place: ShardLocation) -> Offsets:
     numbers = np.frombuffer(data[: len(data) // 4 * 4], "<u4").astype(np.int64)
     expected = place.about["samples"]
     if len(numbers) != expected + 2 or numbers[0] != expected:
@@ -71,7 +71,7 @@ def _offsets(data: bytes, place: Place) -> Offsets:
     return numbers[1:]
 
 
-def _unpacked(data: bytes, place: Place) -> bytes:
+def _unpacked(data: bytes, place: ShardLocation) -> bytes:
     kind = str(place.about["compression"]).partition(":")[0]
     if kind == "gz":
         return gzip.decompress(data)
@@ -86,14 +86,14 @@ def _unpacked(data: bytes, place: Place) -> bytes:
     return bytes(pyarrow.CompressedInputStream(pyarrow.BufferReader(data), names[kind]).read())
 
 
-class Samples:
+class MdsSamples:
     """Samples of a shard that are decoded on request.
 
     Args:
         offsets: where each sample begins in `data`, and where the last one ends.
     """
 
-    def __init__(self, data: bytes, offsets: Offsets, place: Place) -> None:
+    def __init__(self, data: bytes, offsets: Offsets, place: ShardLocation) -> None:
         self.data, self.offsets, self.nbytes = data, offsets, len(data) + offsets.nbytes
         columns = (place.about[name] for name in ("column_names", "column_encodings", "column_sizes"))
         self.columns = list(zip(*columns, strict=True))

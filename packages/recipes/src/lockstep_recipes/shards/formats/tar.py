@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.shards.formats.blocks import Counted, damaged, no_head
-from lockstep_recipes.shards.places import Place
+from lockstep_recipes.shards.places import ShardLocation
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _BLOCK = 512  # bytes of a block of a tar file
@@ -87,7 +87,7 @@ class Tar:
     suffixes = (".tar",)
     head = staticmethod(no_head)
 
-    def count(self, file: BinaryIO, place: Place) -> Counted:
+    def count(self, file: BinaryIO, place: ShardLocation) -> Counted:
         counted, seen = Counted(), set[str]()
         key, extensions, begin, end = "", set[str](), 0, 0
         for member in members(place.url, file):
@@ -122,7 +122,7 @@ class Tar:
         counted.add(bool(extensions), begin, end)
         return counted
 
-    def block(self, data: bytes, head: Any, place: Place, number: int) -> Members:
+    def block(self, data: bytes, head: Any, place: ShardLocation, number: int) -> Members:
         return Members(data)
 
 

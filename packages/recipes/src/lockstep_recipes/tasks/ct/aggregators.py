@@ -61,7 +61,7 @@ def position_encoding(positions: Tensor, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-class Layout(NamedTuple):
+class SliceLayout(NamedTuple):
     """The layout of the slices of a batch in which each volume has its own row."""
 
     row: Tensor
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
     """True at positions with a slice: bool (B, longest)."""
 
     @staticmethod
-    def of(counts: Tensor, total: int, longest: int) -> Layout:
+    def of(counts: Tensor, total: int, longest: int) -> SliceLayout:
         """The layout of volumes. torch.export keeps `total` dynamic if it comes from a shape, but not from `len`.
 
         Args:
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
         """
         row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
         column = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[row]
-        return Layout(row, column, torch.arange(longest, device=counts.device) < counts[:, None])
+        return SliceLayout(row, column, torch.arange(longest, device=counts.device) < counts[:, None])
 
     def pad(self, values: Tensor) -> Tensor:
         """Values of slices (N, ...) as (B, longest, ...), with zeros at positions without a slice."""
@@ -101,7 +101,7 @@ class MeanPooling(nn.Module):
         self.width = features
 
     def forward(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Pooled:
-        layout = Layout.of(counts, features.shape[0], longest)
+        layout = SliceLayout.of(counts, features.shape[0], longest)
         share = counts.to(features.dtype).reciprocal()
         return Pooled(layout.pad(features).sum(dim=1) * share[:, None], share[layout.row])
 
@@ -120,7 +120,7 @@ class AttentionPooling(nn.Module):
         self.score = nn.Linear(width, 1, bias=False)
 
     def forward(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Pooled:
-        layout = Layout.of(counts, features.shape[0], longest)
+        layout = SliceLayout.of(counts, features.shape[0], longest)
         projected = self.project(features)
         scores = self.score(self.value(projected).tanh() * self.gate(projected).sigmoid())[:, 0]
         scores = layout.pad(scores).masked_fill(~layout.is_slice, -math.inf)
@@ -156,7 +156,7 @@ class TransformerAggregator(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Pooled:
-        layout = Layout.of(counts, features.shape[0], longest)
+        layout = SliceLayout.of(counts, features.shape[0], longest)
         ends = counts.cumsum(0) - 1
         middle = (positions[ends] + positions[ends - counts + 1]) / 2
         encoding = position_encoding((positions - middle[layout.row]).to(features.dtype), self.width)

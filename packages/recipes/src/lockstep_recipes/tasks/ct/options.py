@@ -13,7 +13,7 @@ from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 HuWindow = str | Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
-class ScratchOptions(Section):
+class VolumeRiskScratchOptions(Section):
     """A new backbone."""
 
     architecture: str = "vit"
@@ -38,7 +38,7 @@ class AggregatorOptions(Section):
     """Dropout in the transformer."""
 
 
-class ColumnsOptions(Section):
+class VolumeRiskColumnsOptions(Section):
     """Columns of the table, by name or by index from 0. None: the column with a usual name."""
 
     image: str | int | None = None
@@ -55,7 +55,7 @@ class VolumeRiskOptions(TaskOptions):
 
     # ---- data
 
-    columns: ColumnsOptions = ColumnsOptions()
+    columns: VolumeRiskColumnsOptions = VolumeRiskColumnsOptions()
     labels: Annotated[list[str], Field(min_length=1)] | None = None
     """Label columns, by name or pattern such as `death_*`. None: the columns whose names end in a time, such as
     `death_5y`."""
@@ -104,7 +104,7 @@ class VolumeRiskOptions(TaskOptions):
     model: str | None = None
     """A pretrained backbone: its name on the Hugging Face hub, or a local folder. None: a new backbone, described by
     `scratch`."""
-    scratch: ScratchOptions = ScratchOptions()
+    scratch: VolumeRiskScratchOptions = VolumeRiskScratchOptions()
     pooling: Literal["class_token", "mean"] | None = None
     """The feature vector of a slice. None: the class token if the backbone has one, otherwise the mean of the
     patches."""

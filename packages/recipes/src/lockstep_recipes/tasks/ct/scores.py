@@ -18,7 +18,7 @@ _LEAST_IN_BIN = 5
 _LEAST_DEFINED = 0.5  # an interval needs a defined score in this fraction of the resamples
 
 
-class Pairs(NamedTuple):
+class ComparablePairs(NamedTuple):
     """Pairs of a case and a control, for each resample."""
 
     concordant: Array
@@ -32,7 +32,7 @@ class Pairs(NamedTuple):
             return self.concordant / np.where(self.all > 0, self.all, np.nan)
 
 
-def concordant_pairs(risks: Array, cases: Array, controls: Array, weights: Array) -> Pairs:
+def concordant_pairs(risks: Array, cases: Array, controls: Array, weights: Array) -> ComparablePairs:
     """Compare each case with each control, in O(n log n).
 
     Args:
@@ -45,7 +45,7 @@ def concordant_pairs(risks: Array, cases: Array, controls: Array, weights: Array
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))  # starts of groups of equal risks
     above, below = [np.add.reduceat(weights[:, order] * part[order], starts, axis=1) for part in (cases, controls)]
     lower = below.cumsum(axis=1) - below
-    return Pairs((above * (lower + below / 2)).sum(axis=1), above.sum(axis=1) * below.sum(axis=1))
+    return ComparablePairs((above * (lower + below / 2)).sum(axis=1), above.sum(axis=1) * below.sum(axis=1))
 
 
 def auc(risks: Array, labels: Array, weights: Array | None = None) -> Array:
@@ -85,7 +85,7 @@ def concordance(risks: Array, times: Array, events: Array, weights: Array | None
         found = concordant_pairs(risks, events & (times == time), (times > time) | (~events & (times == time)), weights)
         concordant += found.concordant
         pairs += found.all
-    return Pairs(concordant, pairs).share()
+    return ComparablePairs(concordant, pairs).share()
 
 
 def event_times(labels: Array, horizons: Sequence[float]) -> tuple[Array, Array]:

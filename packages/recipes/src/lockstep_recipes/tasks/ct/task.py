@@ -47,7 +47,7 @@ _PATIENTS = "patients.csv"
 
 
 @dataclass(frozen=True)
-class About:
+class VolumeRiskMetadata:
     """What the task derives from its data, and keeps with the run."""
 
     questions: list[str]
@@ -116,7 +116,7 @@ class VolumeRisk(KeptTask):
     options: VolumeRiskOptions
     presenter = VolumeRiskPresenter
     kept = "volume_risk.json"
-    about_type = About
+    about_type = VolumeRiskMetadata
 
     def __init__(
         self, options: VolumeRiskOptions, train: str, eval: str | None = None, fold: str | None = None
@@ -132,7 +132,7 @@ class VolumeRisk(KeptTask):
         """The Hounsfield window of each channel."""
         self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
-    def to_keep(self) -> About:
+    def to_keep(self) -> VolumeRiskMetadata:
         """The questions and the weights of positive labels.
 
         Raises:
@@ -140,7 +140,7 @@ class VolumeRisk(KeptTask):
         """
         if self._eval is not None:
             check_patients_apart(self._train, self._eval)
-        found: About = self.about
+        found: VolumeRiskMetadata = self.about
         return found
 
     def save(self, folder: Path) -> None:
@@ -156,11 +156,11 @@ class VolumeRisk(KeptTask):
             for part, data in (("train", self._train), ("eval", self._eval)):
                 writer.writerows([patient, part] for patient in sorted(set(data.patients if data is not None else ())))
 
-    def learn(self) -> About:
+    def learn(self) -> VolumeRiskMetadata:
         data, options = self.read(self.train_source, "train", None), self.options
         labels = torch.from_numpy(data.labels)
         usual = usual_mean_and_std(len(self.windows))
-        return About(
+        return VolumeRiskMetadata(
             questions=data.questions,
             known=(~labels.isnan()).sum(dim=0).tolist(),
             positive=(labels == 1).sum(dim=0).tolist(),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import UsageError
-from lockstep_recipes.tasks.ct.options import ColumnsOptions, VolumeRiskOptions
+from lockstep_recipes.tasks.ct.options import VolumeRiskColumnsOptions, VolumeRiskOptions
 from lockstep_recipes.tasks.ct.volume_table import (
     IMAGE,
     PATIENT,
@@ -56,7 +56,7 @@ def read_volume_inputs(arguments: Sequence[str], questions: Sequence[str], optio
     )
 
 
-def _volumes_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str, str]]:
+def _volumes_of(argument: str, columns: VolumeRiskColumnsOptions) -> list[tuple[Path, str, str]]:
     """Path, name and patient of the volumes of an argument."""
     path = Path(argument)
     if path.is_file() and path.suffix.lower() in TABLES:
@@ -70,7 +70,7 @@ def _volumes_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str,
     return [(file, str(file), file.name) for file in find_files([argument], SUFFIXES)]
 
 
-def _rows_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str, str]]:
+def _rows_of(argument: str, columns: VolumeRiskColumnsOptions) -> list[tuple[Path, str, str]]:
     table: Any = Source.parse(argument).read()
     column = table_column(columns.image, IMAGE, table, "image", needed=True)
     assert column is not None

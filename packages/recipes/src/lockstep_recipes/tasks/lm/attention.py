@@ -15,7 +15,7 @@ _SIMILAR = 1.25  # ratio of lengths in a group: more groups need more calls, few
 _OF_TRANSFORMERS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 
 
-class Pieces(NamedTuple):
+class PackedSequences(NamedTuple):
     """Documents one after another, over all rows."""
 
     begins: Tensor
@@ -25,8 +25,8 @@ class Pieces(NamedTuple):
 
 
 def begins_of(positions: Tensor) -> Tensor:
-    """`Pieces.begins` from positions in documents, (rows, tokens). Each padding token has position 0, and is its own
-    document."""
+    """`PackedSequences.begins` from positions in documents, (rows, tokens). Each padding token has position 0, and is
+    its own document."""
     begins = (positions.flatten() == 0).nonzero().flatten()
     return torch.cat([begins, torch.tensor([positions.numel()])]).int()
 
@@ -106,7 +106,7 @@ def mask_for(kind: str, model: nn.Module, batch: dict[str, Any]) -> Any:
     if kind == "sdpa" or not has_kernels(device):
         is_own = device.type == "cpu" and hasattr(model, "takes_groups")
         return groups_of(batch["positions"]) if is_own else document_mask(documents)
-    return Pieces(batch["begins"], documents.shape[1]) if kind == "flash" else block_mask(documents)
+    return PackedSequences(batch["begins"], documents.shape[1]) if kind == "flash" else block_mask(documents)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -152,7 +152,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     if isinstance(mask, Groups):
         return _by_document(query, key, value, mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast does not know these functions
-    if not isinstance(mask, Pieces):
+    if not isinstance(mask, PackedSequences):
         return _flex(value.device)(query, key, value, block_mask=mask)  # type: ignore[no-any-return]
     from torch.nn.attention.varlen import varlen_attn
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.lm import packing
-from lockstep_recipes.tasks.lm.tokens import Tokens
+from lockstep_recipes.tasks.lm.tokens import DocumentTokens
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from lockstep_recipes.tasks.text.data import OfFolder, mapped
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     """Texts to continue, in evaluations and predictions."""
 
 
-class Plan(OfFolder):
+class PackingPlan(OfFolder):
     """The pieces of documents in each row, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -74,7 +74,7 @@ class Plan(OfFolder):
         return np.diff(whole[self.ends], prepend=0)
 
 
-def plan_rows(tokens: Tokens, length: int, packed: bool) -> Plan:
+def plan_rows(tokens: DocumentTokens, length: int, packed: bool) -> PackingPlan:
     """The rows of documents, planned once per machine. They depend only on the lengths of the documents.
 
     Args:
@@ -91,10 +91,10 @@ def plan_rows(tokens: Tokens, length: int, packed: bool) -> Plan:
         np.save(folder / "ends.npy", ends.astype(np.int64))
         (folder / "about.json").write_text(json.dumps({"split": pieces.split}))
 
-    return Plan(cached("lm-rows", digest_of(_FORMAT, tokens.folder.name, length, packed), make))
+    return PackingPlan(cached("lm-rows", digest_of(_FORMAT, tokens.folder.name, length, packed), make))
 
 
-class Rows(Dataset[Row]):
+class PackedRows(Dataset[Row]):
     """The rows of tokenised documents, in the order of their plan. Training shuffles them in each epoch.
 
     Args:
@@ -108,7 +108,7 @@ class Rows(Dataset[Row]):
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: DocumentTokens,
         *,
         length: int,
         packed: bool,
@@ -149,7 +149,7 @@ class Rows(Dataset[Row]):
         return self.tokens.places[int(np.searchsorted(self.tokens.ends, begin, side="right"))]
 
 
-class PaddedRows(Rows):
+class PaddedRows(PackedRows):
     """Rows with one piece each, of different lengths. Rows of similar length share a micro-batch."""
 
     @property

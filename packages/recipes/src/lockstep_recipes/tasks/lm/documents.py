@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.lm.options import ColumnsOptions, LmOptions
+from lockstep_recipes.tasks.lm.options import LmColumnsOptions, LmOptions
 from lockstep_recipes.tasks.readers.columns import named, usual
 from lockstep_recipes.tasks.readers.encodings import read_text
 from lockstep_recipes.tasks.readers.input_files import find_files
@@ -34,7 +34,7 @@ Render = Callable[..., str]
 """A function that writes a chat as text. It takes a list of messages and `add_generation_prompt`."""
 
 
-class Part(NamedTuple):
+class TextSegment(NamedTuple):
     """A segment of a document. Tokens do not cross segment boundaries."""
 
     text: str
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 class Document:
     """A text that is learned completely."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TextSegment, ...]
     where: str
     """The place of the document, for messages."""
     is_chat: bool = False
@@ -116,7 +116,7 @@ class Corpus:
             texts = [text] if separator is None else text.split(separator)
             for number, part in enumerate(texts):
                 place = str(path) if separator is None else f"{path}, document {number}"
-                yield Document((Part(part, True),), place)
+                yield Document((TextSegment(part, True),), place)
 
 
 def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterator[Document]:
@@ -133,7 +133,7 @@ def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterat
             messages = _messages(columns["messages"][0][row], where)
             yield Document(_chat(messages, render, learns_all, where), where, is_chat=True)
         elif "text" in roles:
-            yield Document((Part(_text(columns["text"][0][row], where, roles["text"][0]), True),), where)
+            yield Document((TextSegment(_text(columns["text"][0][row], where, roles["text"][0]), True),), where)
         else:
             values = zip(roles["prompt"], columns["prompt"], strict=True)
             texts = [_text(column[row], where, name) for name, column in values]
@@ -150,10 +150,12 @@ def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterat
                 messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
                 yield Document(_chat(messages, render, learns_all, where), where, is_chat=True)
             else:
-                yield Document((Part(prompt + options.after_prompt, learns_all), Part(answer, True)), where)
+                yield Document(
+                    (TextSegment(prompt + options.after_prompt, learns_all), TextSegment(answer, True)), where
+                )
 
 
-def choose(table: Table, given: ColumnsOptions, *, needs_answer: bool = True) -> dict[str, list[str]]:
+def choose(table: Table, given: LmColumnsOptions, *, needs_answer: bool = True) -> dict[str, list[str]]:
     """The names of the columns by role: `messages`, or `text`, or `prompt` and `answer`.
 
     Args:
@@ -229,12 +231,12 @@ def _content(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, where: str) -> tuple[Part, ...]:
+def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, where: str) -> tuple[TextSegment, ...]:
     """The segments of a chat. Answers are learned, with their end tokens."""
     try:
         whole = render(messages, add_generation_prompt=False)
         if learns_all:
-            return (Part(whole, True, _said(whole, messages)),)
+            return (TextSegment(whole, True, _said(whole, messages)),)
         parts, at = [], 0
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -248,14 +250,14 @@ def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, wher
             else:
                 what = f"the chat template writes message {number} differently from its own generation prompt"
                 raise DataError(what, where=where, remedy="set task.loss_on=all, or use a different tokenizer")
-            parts += [Part(whole[at:start], False), answer]
+            parts += [TextSegment(whole[at:start], False), answer]
             at = start + len(answer.text)
     except DataError:
         raise
     except Exception as error:  # templates are programs, and may raise anything
         what = f"the chat template cannot write this chat: {type(error).__name__}: {error}"
         raise DataError(what, where=where, remedy="check the roles of the messages and their order") from error
-    return (*parts, Part(whole[at:], False)) if at < len(whole) else tuple(parts)
+    return (*parts, TextSegment(whole[at:], False)) if at < len(whole) else tuple(parts)
 
 
 def _until_answer(before: list[dict[str, str]], end: str, render: Render, where: str) -> str:
@@ -277,7 +279,9 @@ def _until_answer(before: list[dict[str, str]], end: str, render: Render, where:
     return end[: end.index(asking) + len(asking)]
 
 
-def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at: int) -> tuple[Part, int] | None:
+def _within(
+    whole: str, messages: list[dict[str, str]], end: str, begin: str, at: int
+) -> tuple[TextSegment, int] | None:
     """The learned segment of the last of `messages`, and its start in the text of the whole chat. None: not found.
 
     Some templates write an answer differently if more messages follow, for example with an empty thought only after the
@@ -299,12 +303,12 @@ def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at
     return _answer(whole[start : stop + len(closing)], messages[-1]), start
 
 
-def _answer(text: str, message: dict[str, str]) -> Part:
+def _answer(text: str, message: dict[str, str]) -> TextSegment:
     """The learned segment of an answer: everything except the line break that a template writes after the end token."""
     said = _said(text, [message])
     stop = len(text.rstrip())
     has_end = bool(said) and stop > said[0][1]  # otherwise the line break itself is the end
-    return Part(text[:stop] if has_end else text, True, said or None)
+    return TextSegment(text[:stop] if has_end else text, True, said or None)
 
 
 def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], ...]:
@@ -334,8 +338,8 @@ def divided(documents: list[Document], share: float, seed: int) -> tuple[list[Do
         for document in documents:
             text = document.parts[0].text
             at = text.rfind("\n", 0, round(len(text) * (1 - share))) + 1 or round(len(text) * (1 - share))
-            kept.append(Document((Part(text[:at], True),), document.where))
-            held.append(Document((Part(text[at:], True),), f"{document.where}, from character {at}"))
+            kept.append(Document((TextSegment(text[:at], True),), document.where))
+            held.append(Document((TextSegment(text[at:], True),), f"{document.where}, from character {at}"))
         return kept, [document for document in held if document.parts[0].text.strip()]
     count = min(max(1, round(len(documents) * share)), len(documents) - 1)
     chosen = set(np.random.default_rng(seed).permutation(len(documents))[:count].tolist())

@@ -152,7 +152,7 @@ def by_token_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: 
 
 
 def _group_of(head: nn.Module) -> Any:
-    """The `mesh.group.Group` that shards a last layer over the vocabulary. None: it is not sharded."""
+    """The `mesh.group.TensorGroup` that shards a last layer over the vocabulary. None: it is not sharded."""
     return getattr(head, "tensor_group", None)
 
 

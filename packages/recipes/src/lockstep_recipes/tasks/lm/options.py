@@ -16,7 +16,7 @@ TRAINED_TOKENIZERS = ("bpe", "characters")
 Name = str | Annotated[int, Field(ge=0)]
 
 
-class ColumnsOptions(Section):
+class LmColumnsOptions(Section):
     """Columns of a table, by name or by index from 0. None: the column with a usual name."""
 
     text: Name | None = None
@@ -100,7 +100,7 @@ class LmOptions(TableOptions):
     """How attention is limited to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` (torch's
     flex attention) and `flash` (flash attention, in 16 bits; transformers models need the package `flash-attn`) require
     CUDA and do not need that mask."""
-    columns: ColumnsOptions = ColumnsOptions()
+    columns: LmColumnsOptions = LmColumnsOptions()
     chat: bool = False
     """Format prompts and answers with the tokenizer's chat template."""
     after_prompt: str = "\n"

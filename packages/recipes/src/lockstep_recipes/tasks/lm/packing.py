@@ -10,7 +10,7 @@ import numpy as np
 from lockstep_recipes.tasks.arrays import Array
 
 
-class Pieces(NamedTuple):
+class DocumentPieces(NamedTuple):
     """Pieces of documents that fit into rows. All arrays have one number per piece."""
 
     begins: Array
@@ -21,7 +21,7 @@ class Pieces(NamedTuple):
     """Number of documents with several pieces."""
 
 
-def cut(ends: Array, counts: Array, length: int) -> Pieces:
+def cut(ends: Array, counts: Array, length: int) -> DocumentPieces:
     """Split documents into pieces of at most `length` positions.
 
     A document of n tokens has n - 1 positions, and each position predicts the next token. So consecutive pieces share a
@@ -43,7 +43,7 @@ def cut(ends: Array, counts: Array, length: int) -> Pieces:
     last = np.searchsorted(learned, learned[stops + 1])  # after the last token that is learned in the piece
     stops = np.minimum(stops, last - 1)
     kept = learned[stops + 1] > learned[begins + 1]
-    return Pieces(begins[kept], (stops - begins)[kept], int((per_document > 1).sum()))
+    return DocumentPieces(begins[kept], (stops - begins)[kept], int((per_document > 1).sum()))
 
 
 def pack(lengths: Array, length: int) -> tuple[Array, Array]:

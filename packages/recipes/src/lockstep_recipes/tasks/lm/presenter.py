@@ -15,8 +15,8 @@ from lockstep.core.errors import UsageError
 from lockstep.core.presenter import Presenter
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
 from lockstep_recipes.tasks.lm import card, documents, models, writing
-from lockstep_recipes.tasks.lm.data import Prompts, Row, Rows
-from lockstep_recipes.tasks.lm.stream import Stream, is_prompt
+from lockstep_recipes.tasks.lm.data import PackedRows, Prompts, Row
+from lockstep_recipes.tasks.lm.stream import TextStream, is_prompt
 from lockstep_recipes.tasks.readers.input_files import find_files
 from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, lines_of
 
@@ -58,7 +58,7 @@ class LmPresenter(Presenter):
 
     def stream(self, arguments: Sequence[str]) -> bool:
         """Print the text of a single prompt while it is written."""
-        self.task.stream = Stream(self.task) if len(arguments) == 1 and is_prompt(arguments[0]) else None
+        self.task.stream = TextStream(self.task) if len(arguments) == 1 and is_prompt(arguments[0]) else None
         return self.task.stream is not None
 
     def _of_source(self, name: str) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ class LmPresenter(Presenter):
             lines += self._of_rows("evaluation", evaluation)
         return lines
 
-    def _of_rows(self, name: str, rows: Rows) -> list[str]:
+    def _of_rows(self, name: str, rows: PackedRows) -> list[str]:
         tokens, plan, length = rows.tokens, rows.plan, rows.length
         lines = [
             f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens "

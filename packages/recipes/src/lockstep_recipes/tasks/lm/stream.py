@@ -24,7 +24,7 @@ def is_prompt(argument: str) -> bool:
     return argument != "-" and not names_file
 
 
-class Stream:
+class TextStream:
     """Writes a text to stdout, each character as soon as all of its bytes are available.
 
     `DecodeStream` of tokenizers returns the pieces. Together they are the text that `decode` returns for all tokens.

@@ -15,12 +15,12 @@ from lockstep.core.task import Metrics, Task
 from lockstep_recipes.tasks.kept import keep
 from lockstep_recipes.tasks.lm import attention, losses, models, tokens, writing
 from lockstep_recipes.tasks.lm.answers import is_match, number_in
-from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PaddedRows, Prompt, Row, Rows
+from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PackedRows, PaddedRows, Prompt, Row
 from lockstep_recipes.tasks.lm.documents import Corpus
 from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.lm.presenter import LmPresenter
-from lockstep_recipes.tasks.lm.stream import Stream
-from lockstep_recipes.tasks.lm.tokens import Tokens
+from lockstep_recipes.tasks.lm.stream import TextStream
+from lockstep_recipes.tasks.lm.tokens import DocumentTokens
 from lockstep_recipes.tasks.lora.presenter import LoraPresenter
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
@@ -56,7 +56,7 @@ class LanguageModel(Task):
         self.parameters = 0
         """Number of parameters. Known after `model`."""
         self._trained = False
-        self.stream: Stream | None = None
+        self.stream: TextStream | None = None
         """Prints the next text while it is written."""
 
     def setup(self, folder: Path, trained: bool) -> None:
@@ -112,7 +112,7 @@ class LanguageModel(Task):
             return models.new_config(options.config, self.tokenizer, options.length)
         return hugging_face.load_config(options.model or "")
 
-    def _tokens(self, corpus: Corpus, part: str) -> Tokens:
+    def _tokens(self, corpus: Corpus, part: str) -> DocumentTokens:
         limit = models.most_tokens(self.config)
         if limit is not None and self.options.length > limit:
             what = f"{self.options.length} is more than the {limit} positions that the model has"
@@ -125,15 +125,15 @@ class LanguageModel(Task):
         return found
 
     @cached_property
-    def _train(self) -> Rows:
+    def _train(self) -> PackedRows:
         found = self._tokens(self.corpus, "training" if self._holds_back else "all")
-        kind = Rows if self.options.packing else PaddedRows
+        kind = PackedRows if self.options.packing else PaddedRows
         rows = kind(found, length=self.options.length, packed=self.options.packing)
         rows.content_digests = {"training tokens": f"{len(found.ids):,} (digest {found.digest[:12]})"}
         return rows
 
     @cached_property
-    def _eval(self) -> Rows | None:
+    def _eval(self) -> PackedRows | None:
         if self.eval_corpus is None and not self._holds_back:
             return None
         corpus, part = (self.corpus, "held") if self.eval_corpus is None else (self.eval_corpus, "all")
@@ -141,12 +141,12 @@ class LanguageModel(Task):
         questions = self._questions(found)
         prompts = [prompt._replace(answer=None) for prompt in self._prompts(found) if prompt not in questions]
         texts = {"prompts": prompts, "questions": questions}
-        return Rows(found, length=self.options.length, packed=self.options.packing, **texts)
+        return PackedRows(found, length=self.options.length, packed=self.options.packing, **texts)
 
-    def train_data(self) -> Rows:
+    def train_data(self) -> PackedRows:
         return self._train
 
-    def eval_data(self) -> Rows | None:
+    def eval_data(self) -> PackedRows | None:
         return self._eval
 
     @cached_property
@@ -165,14 +165,14 @@ class LanguageModel(Task):
         ids = self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
         return Prompt(text, (*start, *ids), where)
 
-    def _prompts(self, found: Tokens) -> list[Prompt]:
+    def _prompts(self, found: DocumentTokens) -> list[Prompt]:
         """The prompts of evaluations: those of the options, or the text before the first answer of some documents, or
         the starts of plain texts."""
         if self.options.prompts is not None:
             return [self.prompt(text) for text in self.options.prompts]
         return [self._beginning(found, number) for number in range(min(_BEGINNINGS, len(found.ends)))]
 
-    def _questions(self, found: Tokens) -> list[Prompt]:
+    def _questions(self, found: DocumentTokens) -> list[Prompt]:
         """The questions of the evaluation that are answered, with their answers."""
         count = self.options.exact_match
         if count and (found.kind == "plain" or self.options.loss_on == "all"):
@@ -181,7 +181,7 @@ class LanguageModel(Task):
         asked = [self._beginning(found, number) for number in range(min(count, len(found.ends)))]
         return [prompt for prompt in asked if number_in(prompt.answer or "") is not None]
 
-    def _beginning(self, found: Tokens, number: int) -> Prompt:
+    def _beginning(self, found: DocumentTokens, number: int) -> Prompt:
         """The text before the first answer of a document, with all learned tokens as the answer. For a plain text, its
         start."""
         start, _ = tokens.start_and_end(self.tokenizer)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.lm.documents import Corpus, Document, Part, divided
+from lockstep_recipes.tasks.lm.documents import Corpus, Document, TextSegment, divided
 from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from lockstep_recipes.tasks.text import hugging_face
@@ -98,7 +98,7 @@ def start_and_end(tokenizer: Any) -> tuple[list[int], list[int]]:
     return (end if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]), end
 
 
-class Tokens(OfFolder):
+class DocumentTokens(OfFolder):
     """The tokens of documents, one document after another, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -126,7 +126,7 @@ class Tokens(OfFolder):
         """The end of each document: int64 (documents)."""
 
 
-def tokenise(corpus: Corpus, tokenizer: Any, options: LmOptions, *, part: str = "all") -> Tokens:
+def tokenise(corpus: Corpus, tokenizer: Any, options: LmOptions, *, part: str = "all") -> DocumentTokens:
     """The tokens of a corpus.
 
     Args:
@@ -143,7 +143,7 @@ def tokenise(corpus: Corpus, tokenizer: Any, options: LmOptions, *, part: str = 
     def make(folder: Path) -> None:
         _store(read_part(corpus, tokenizer, options, part), tokenizer, folder)
 
-    return Tokens(cached("lm-tokens", key, make))
+    return DocumentTokens(cached("lm-tokens", key, make))
 
 
 def read_part(corpus: Corpus, tokenizer: Any, options: LmOptions, part: str) -> list[Document]:
@@ -208,14 +208,14 @@ def _joined(document: Document) -> _Joined:
 
 
 class _Joined(NamedTuple):
-    """Like `Part`, with whether each character is learned: (characters)."""
+    """Like `TextSegment`, with whether each character is learned: (characters)."""
 
     text: str
     counts: Array
     said: tuple[tuple[int, int], ...] | None
 
 
-def _encoded(part: Part | _Joined, tokenizer: Any) -> Iterator[tuple[Array, Array, Array]]:
+def _encoded(part: TextSegment | _Joined, tokenizer: Any) -> Iterator[tuple[Array, Array, Array]]:
     """The tokens of a text, the bytes of text of each token, and whether any of its characters is learned."""
     counts = np.broadcast_to(part.counts, (len(part.text),))
     start = 0
@@ -248,7 +248,8 @@ def _bytes_until(text: str, said: tuple[tuple[int, int], ...] | None, at: int) -
     """The number of UTF-8 bytes before each character: (characters + 1).
 
     Args:
-        said: as in `Part`, for a block `text` that starts at the character `at`. All other characters count as 0 bytes.
+        said: as in `TextSegment`, for a block `text` that starts at the character `at`. All other characters count as
+            0 bytes.
     """
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     sizes = 1 + (letters > 0x7F).astype(np.int64) + (letters > 0x7FF) + (letters > 0xFFFF)

@@ -19,7 +19,7 @@ from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
 from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
-from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Part
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, ImageSubset
 from lockstep_recipes.tasks.vision.readers.image_shards import ShardImages
 from lockstep_recipes.tasks.vision.readers.image_table import DataSetImages
 
@@ -33,7 +33,7 @@ _MOST_TEXT_BYTES = 64 << 20
 _SHOWN = 3
 
 
-class Samples(NamedTuple):
+class SplitImages(NamedTuple):
     """The images of a split."""
 
     pictures: EncodedImages
@@ -88,17 +88,17 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
 # ---- images
 
 
-def samples_of(data: Any) -> Samples | None:
+def samples_of(data: Any) -> SplitImages | None:
     """The images of a data set of images. None: it has none."""
     records = getattr(data, "records", data)
     pictures = getattr(records, "pictures", None)
     labels = records.labels if isinstance(records, ImageRecords) else None
-    if isinstance(pictures, Part):
-        return Samples(pictures.pictures, labels, pictures.rows)
-    return None if pictures is None else Samples(pictures, labels)
+    if isinstance(pictures, ImageSubset):
+        return SplitImages(pictures.pictures, labels, pictures.rows)
+    return None if pictures is None else SplitImages(pictures, labels)
 
 
-def of_images(training: Samples | None, evaluation: Samples | None) -> list[str]:
+def of_images(training: SplitImages | None, evaluation: SplitImages | None) -> list[str]:
     """Lines about images that are equal byte by byte, in the training data and between training and evaluation, and
     about files that the training data names twice.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
 from lockstep_recipes.tasks.readers.table import Source, Table
-from lockstep_recipes.tasks.text.options import ColumnsOptions
+from lockstep_recipes.tasks.text.options import TextColumnsOptions
 
 _TEXT: tuple[str, ...] = ("text", "sentence", "content", "review", "comment", "utterance", "query", "question")
 _TEXT += ("document", "body", "message", "tweet")
@@ -26,7 +26,7 @@ class Columns:
     label: str | None
 
 
-def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
+def read(source: Source, given: TextColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
     """A table, and the columns that `choose` finds.
 
     If the user names no column, and neither of two columns has a usual name, their values decide: labels are few and
@@ -67,7 +67,7 @@ def _label_by_values(table: Table) -> str | None:
     return few[0] if len(few) == 1 and lengths[few[0]] == min(lengths.values()) else None
 
 
-def choose(table: Table, given: ColumnsOptions, *, needs_label: bool = True) -> Columns:
+def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True) -> Columns:
     """The columns of a table by role.
 
     Args:

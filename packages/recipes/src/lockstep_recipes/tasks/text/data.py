@@ -17,7 +17,7 @@ from lockstep_recipes.tasks.readers import labels
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from lockstep_recipes.tasks.readers.table import Source, Table, place
 from lockstep_recipes.tasks.text.columns import Columns, read
-from lockstep_recipes.tasks.text.options import ColumnsOptions, TextOptions
+from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
 
 _FORMAT = 2  # of the cached files; files of a different format are not used
 _BLOCK = 4096  # texts to tokenise at a time
@@ -186,7 +186,7 @@ def _encoded(text: str, rows: Table, row: int) -> bytes:
 # ---- tokens
 
 
-def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int) -> Tokens:
+def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int) -> TextTokens:
     """Token ids of all texts, truncated to `max_length` tokens. They are computed once per machine, with all its cores.
 
     Args:
@@ -217,10 +217,10 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
             np.save(folder / "types.npy", np.concatenate(types))
         (folder / "about.json").write_text(json.dumps({"truncated": cut, "dropped": dropped}))
 
-    return Tokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
+    return TextTokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
 
 
-class Tokens(OfFolder):
+class TextTokens(OfFolder):
     """Token ids of `Texts`, in the same order, stored in a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -247,7 +247,7 @@ class TextData(Dataset[TextSample]):
         rows: None means all rows.
     """
 
-    def __init__(self, texts: Texts, tokens: Tokens, *, labels: Array, rows: Array | None = None) -> None:
+    def __init__(self, texts: Texts, tokens: TextTokens, *, labels: Array, rows: Array | None = None) -> None:
         self.texts, self.tokens, self.labels, self.rows = texts, tokens, labels, rows
 
     @cached_property
@@ -286,7 +286,7 @@ class InputText(NamedTuple):
     pair: str | None = None
 
 
-def read_input_texts(source: Source, given: ColumnsOptions) -> list[InputText]:
+def read_input_texts(source: Source, given: TextColumnsOptions) -> list[InputText]:
     """The texts of a source. Labels are not needed."""
     rows, columns = read(source, given, needs_label=False)
     seconds = _joined(rows, (columns.pair,)) if columns.pair is not None else [None] * len(rows)

@@ -13,7 +13,7 @@ from lockstep_recipes.tasks.lora.options import LoraOptions
 EMBEDDING_BAG = "embedding_bag"
 
 
-class ColumnsOptions(Section):
+class TextColumnsOptions(Section):
     """Columns of the data, by name or by index from 0. None: the column with a usual name."""
 
     text: str | int | list[str | int] | None = None
@@ -24,7 +24,7 @@ class ColumnsOptions(Section):
     """The label, or the labels."""
 
 
-class ScratchOptions(Section):
+class TextScratchOptions(Section):
     """A new model, and the tokenizer that is trained for it on the training texts."""
 
     architecture: str = EMBEDDING_BAG
@@ -47,10 +47,10 @@ class TextOptions(TableOptions):
     """Name on the Hugging Face hub, or a local folder. None: a new model, described by `scratch`."""
     lora: LoraOptions | None = None
     """Train low-rank adapters and the head, and freeze the weights of `model`. None: all weights train."""
-    scratch: ScratchOptions = ScratchOptions()
+    scratch: TextScratchOptions = TextScratchOptions()
     max_length: Annotated[int, Field(ge=4)] = 128
     """Maximum length of a text in tokens. Longer texts are truncated, counted and reported."""
-    columns: ColumnsOptions = ColumnsOptions()
+    columns: TextColumnsOptions = TextColumnsOptions()
     multi_label: bool = False
     """Allow any number of labels per text: lists, or text with `label_separator` between the labels."""
     label_separator: Annotated[str, Field(min_length=1)] = ","

@@ -20,7 +20,7 @@ from lockstep_recipes.tasks.kept import keep
 from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, split
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import hugging_face
-from lockstep_recipes.tasks.text.data import TextData, Texts, TextSample, Tokens, read_texts, tokenise
+from lockstep_recipes.tasks.text.data import TextData, Texts, TextSample, TextTokens, read_texts, tokenise
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG, TextOptions
 from lockstep_recipes.tasks.text.presenter import TextPresenter
 
@@ -55,7 +55,7 @@ class Text(Task):
         self.parameters = 0
         """Number of parameters. Known after `model`."""
         self._trained = False
-        self._tokens: dict[Path, Tokens] = {}
+        self._tokens: dict[Path, TextTokens] = {}
 
     def setup(self, folder: Path, trained: bool) -> None:
         """Save the tokenizer and the model's config, which contains the label names, in `folder`, in the format of
@@ -117,7 +117,7 @@ class Text(Task):
             self._tokens[texts.folder] = self._tokenise(texts)
         return TextData(texts, self._tokens[texts.folder], labels=match_labels(texts, self.labels), rows=rows)
 
-    def _tokenise(self, texts: Texts) -> Tokens:
+    def _tokenise(self, texts: Texts) -> TextTokens:
         max_length = self.options.max_length
         limit = hugging_face.longest(self.config, self.tokenizer)
         if limit is not None and max_length > limit:

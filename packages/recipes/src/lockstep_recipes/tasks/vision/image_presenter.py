@@ -48,7 +48,7 @@ class ImagePresenter(Presenter):
         """Lines about the training data or the evaluation data."""
         raise NotImplementedError
 
-    def samples(self, data: Any) -> doubles.Samples | None:
+    def samples(self, data: Any) -> doubles.SplitImages | None:
         """The images that are checked for duplicates."""
         return doubles.samples_of(data)
 

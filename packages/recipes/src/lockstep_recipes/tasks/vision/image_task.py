@@ -24,7 +24,7 @@ from lockstep_recipes.tasks.vision.size_check import check_image_sizes
 
 
 @dataclass(frozen=True)
-class About:
+class ImageTaskMetadata:
     """What a task derives from its data and its model, and stores with the run."""
 
     classes: list[str]

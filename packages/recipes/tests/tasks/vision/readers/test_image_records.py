@@ -15,7 +15,7 @@ from PIL import Image
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.tasks.readers.packed_text import PackedText
-from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions, ColumnsOptions
+from lockstep_recipes.tasks.vision.classification.options import ClassificationColumnsOptions, ClassificationOptions
 from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.readers.image_records import (
     evaluation_source,
@@ -352,10 +352,10 @@ def test_the_digest_changes_where_a_file_changes_that_a_data_set_names(tmp_path)
     paths = [str(fixed_time(tmp_path / f"{number}.bmp", number)) for number in range(3)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     data = datasets.Dataset.from_dict({"image": paths, "label": ["x", "y", "z"]}, features)
-    first, again = (read_data_set(data, ColumnsOptions(), name="set")[0].digest() for _ in range(2))
+    first, again = (read_data_set(data, ClassificationColumnsOptions(), name="set")[0].digest() for _ in range(2))
     assert first == again
     fixed_time(tmp_path / "1.bmp", 255)
-    assert read_data_set(data, ColumnsOptions(), name="set")[0].digest() != first
+    assert read_data_set(data, ClassificationColumnsOptions(), name="set")[0].digest() != first
 
 
 def test_the_digest_changes_with_any_file(folder):

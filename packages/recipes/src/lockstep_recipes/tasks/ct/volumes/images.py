@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lockstep_recipes.tasks.ct.volumes.windows import Window, windowed
+from lockstep_recipes.tasks.ct.volumes.windows import HounsfieldWindow, windowed
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, stack_images
 from lockstep_recipes.tasks.vision.images.augment import eval_image, train_image
 from lockstep_recipes.tasks.vision.images.geometry import letterbox
@@ -16,7 +16,7 @@ from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 def slice_images(
     slices: npt.NDArray[np.int16],
-    windows: tuple[Window, ...],
+    windows: tuple[HounsfieldWindow, ...],
     size: int,
     *,
     augment: AugmentOptions | None,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lockstep.core.errors import UsageError, did_you_mean
 
 
-class Window(NamedTuple):
+class HounsfieldWindow(NamedTuple):
     """The Hounsfield units that a channel shows: `center` - `width` / 2 becomes 0, `center` + `width` / 2 becomes 255.
     Values outside are clipped."""
 
@@ -23,16 +23,16 @@ class Window(NamedTuple):
 
 # Common settings of viewing workstations: https://radiopaedia.org/articles/windowing-ct
 NAMED = {
-    "lung": Window(-600, 1500),
-    "soft_tissue": Window(50, 400),
-    "mediastinum": Window(50, 350),
-    "bone": Window(400, 1800),
-    "brain": Window(40, 80),
+    "lung": HounsfieldWindow(-600, 1500),
+    "soft_tissue": HounsfieldWindow(50, 400),
+    "mediastinum": HounsfieldWindow(50, 350),
+    "bone": HounsfieldWindow(400, 1800),
+    "brain": HounsfieldWindow(40, 80),
 }
 """Windows by name."""
 
 
-def windows_of(chosen: Sequence[str | Sequence[float]]) -> tuple[Window, ...]:
+def windows_of(chosen: Sequence[str | Sequence[float]]) -> tuple[HounsfieldWindow, ...]:
     """Windows from the config.
 
     Args:
@@ -44,7 +44,7 @@ def windows_of(chosen: Sequence[str | Sequence[float]]) -> tuple[Window, ...]:
     return tuple(_window(choice) for choice in chosen)
 
 
-def _window(choice: str | Sequence[float]) -> Window:
+def _window(choice: str | Sequence[float]) -> HounsfieldWindow:
     if isinstance(choice, str):
         if choice not in NAMED:
             remedy = f"{did_you_mean(choice, NAMED)}Known are {', '.join(NAMED)}; or give [center, width] in HU"
@@ -53,10 +53,10 @@ def _window(choice: str | Sequence[float]) -> Window:
     if len(choice) != 2 or not all(math.isfinite(value) for value in choice) or choice[1] <= 0:
         remedy = "give [center, width] in HU, with a positive width"
         raise UsageError(f"{list(choice)} is not an HU window", where="task.windows", remedy=remedy)
-    return Window(float(choice[0]), float(choice[1]))
+    return HounsfieldWindow(float(choice[0]), float(choice[1]))
 
 
-def windowed(slices: npt.NDArray[np.int16], windows: tuple[Window, ...]) -> npt.NDArray[np.uint8]:
+def windowed(slices: npt.NDArray[np.int16], windows: tuple[HounsfieldWindow, ...]) -> npt.NDArray[np.uint8]:
     """Slices as images with a channel for each window.
 
     Args:
@@ -69,7 +69,7 @@ def windowed(slices: npt.NDArray[np.int16], windows: tuple[Window, ...]) -> npt.
 
 
 @functools.lru_cache(maxsize=8)
-def _table(windows: tuple[Window, ...]) -> npt.NDArray[np.uint8]:
+def _table(windows: tuple[HounsfieldWindow, ...]) -> npt.NDArray[np.uint8]:
     """The channels of each of the 65,536 values, in the order of their bits as uint16."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.int16).astype(np.float64)
     levels = [(2 * (values - center) + width) * 255 / (2 * width) for center, width in windows]

@@ -48,7 +48,7 @@ def models_for(options: ClassificationOptions, folder: Path | None, *, architect
         return TimmModels(options, name.removeprefix(TIMM))
     if options.model is None and (name in _WIDTHS or name == AUTO):
         return SmallModels(options, architecture or name)
-    return TransformersModels(options, folder)
+    return TransformersClassifiers(options, folder)
 
 
 def median_side(records: ImageRecords) -> int:
@@ -97,7 +97,7 @@ class SmallModels(Models):
         return ConvNet(channels, len(classes), self.options.all_sizes(size)[0], width), []
 
 
-class TransformersModels(AutoModels):
+class TransformersClassifiers(AutoModels):
     """Every `AutoModelForImageClassification`."""
 
     kind = "classification"

@@ -40,7 +40,7 @@ class Decided(NamedTuple):
     cutmix_alpha: float
 
 
-class ScratchOptions(Section):
+class ClassificationScratchOptions(Section):
     """A new model."""
 
     architecture: str = CONVNET
@@ -51,7 +51,7 @@ class ScratchOptions(Section):
     """Keys of the architecture's config, such as `depths`. `convnet`, `convnet4` and `resnet9` have the key `width`."""
 
 
-class ColumnsOptions(Section):
+class ClassificationColumnsOptions(Section):
     """Columns of a table or a data set, by name or by index from 0. None: the column with a usual name."""
 
     image: str | int | None = None
@@ -68,10 +68,10 @@ class ClassificationOptions(TableOptions, ImageOptions):
     model: str | None = None
     """A pretrained model: its name on the Hugging Face hub, a local folder, or `timm:NAME`. None: a new model,
     described by `scratch`."""
-    scratch: ScratchOptions = ScratchOptions()
+    scratch: ClassificationScratchOptions = ClassificationScratchOptions()
     new_head: bool = False
     """Replace the last layer of a model that already classifies."""
-    columns: ColumnsOptions = ColumnsOptions()
+    columns: ClassificationColumnsOptions = ClassificationColumnsOptions()
     augment: ClassificationAugmentOptions = ClassificationAugmentOptions()
     """Random augmentation of training images."""
     subset: str | None = None

@@ -20,7 +20,7 @@ from lockstep_recipes.tasks.vision.classification.models import median_side, mod
 from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
 from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter
 from lockstep_recipes.tasks.vision.image_models import Models
-from lockstep_recipes.tasks.vision.image_task import About, ImageTask
+from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import eval_image, train_image
 from lockstep_recipes.tasks.vision.images.cache import reduced
@@ -40,7 +40,7 @@ _DIGITS_SIZE = 8
 
 
 @dataclass(frozen=True)
-class ClassificationAbout(About):
+class ClassificationAbout(ImageTaskMetadata):
     """What the task stores with the run. `counts` are numbers of samples."""
 
     side: int | None = None

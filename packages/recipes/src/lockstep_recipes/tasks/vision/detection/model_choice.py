@@ -18,6 +18,6 @@ def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModel
         from lockstep_recipes.tasks.vision.detection.center_models import CenterModels
 
         return CenterModels(options)
-    from lockstep_recipes.tasks.vision.detection.transformers_models import TransformersModels
+    from lockstep_recipes.tasks.vision.detection.transformers_models import TransformersDetectors
 
-    return TransformersModels(options, folder)
+    return TransformersDetectors(options, folder)

@@ -13,7 +13,7 @@ from lockstep_recipes.tasks.vision.images.options import AugmentOptions, Probabi
 CENTER = "center"
 
 
-class ScratchOptions(Section):
+class DetectionScratchOptions(Section):
     """A new model."""
 
     architecture: str = CENTER
@@ -34,7 +34,7 @@ class DetectionOptions(ImageOptions):
     model: str | None = None
     """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by
     `scratch`."""
-    scratch: ScratchOptions = ScratchOptions()
+    scratch: DetectionScratchOptions = DetectionScratchOptions()
     new_head: bool = False
     """Replace the last layers of a model that was trained for different classes."""
     classes: str | list[str] | None = None

@@ -22,7 +22,7 @@ from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
 from lockstep_recipes.tasks.vision.detection.views import View, in_image, views
-from lockstep_recipes.tasks.vision.image_task import About, ImageTask
+from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
 from lockstep_recipes.tasks.vision.images.mosaic import draw_others, mosaic
@@ -44,7 +44,7 @@ _VIEWS = 8  # tiles to process at a time, if a batch has more tiles than this an
 
 
 @dataclass(frozen=True)
-class DetectionAbout(About):
+class DetectionAbout(ImageTaskMetadata):
     """What the task stores with the run. `counts` are numbers of boxes."""
 
     category_ids: list[int]

@@ -53,7 +53,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 @dataclass(frozen=True)
-class TransformersModels(AutoModels, DetectionModels):
+class TransformersDetectors(AutoModels, DetectionModels):
     """The transformers detectors that `AutoModelForObjectDetection` makes."""
 
     kind = "detection"

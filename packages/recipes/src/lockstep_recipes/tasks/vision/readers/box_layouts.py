@@ -25,7 +25,7 @@ EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class AnnotationLayout:
     """The locations of annotations and images."""
 
     kind: Literal["coco", "voc", "yolo"]
@@ -43,7 +43,7 @@ class Layout:
     """YOLO: the names of the classes."""
 
 
-def find_layout(source: str, *, key: str, split: Split, images: str | None = None) -> Layout:
+def find_layout(source: str, *, key: str, split: Split, images: str | None = None) -> AnnotationLayout:
     """Find the annotations and the images of a source.
 
     Args:
@@ -98,7 +98,7 @@ def _words(split: Split) -> tuple[str, ...]:
     return TRAIN if split == "train" else EVAL
 
 
-def _of_folder(folder: Path, split: Split, images: str | None) -> Layout | None:
+def _of_folder(folder: Path, split: Split, images: str | None) -> AnnotationLayout | None:
     names = {name.lower(): folder / name for name in sorted(os.listdir(folder), reverse=True)}
     inner = names.get("annotations", folder)
     inner = inner if inner.is_dir() else folder
@@ -136,15 +136,15 @@ def _json_of(folder: Path, split: Split) -> Path | None:
     return folder / files[0] if len(files) == 1 and not named else None
 
 
-def _coco(file: Path, split: Split, images: str | None) -> Layout:
+def _coco(file: Path, split: Split, images: str | None) -> AnnotationLayout:
     if images is not None:
-        return Layout("coco", file, Path(images))
+        return AnnotationLayout("coco", file, Path(images))
     stem = re.sub(r"^instances_", "", file.stem)
     above = file.parent.parent
     places = [above / "images" / stem, above / stem]
     places += [base / word for base in (above / "images", above) for word in _words(split)]
     places += [file.parent / "images", above / "images"]
-    return Layout("coco", file, next((place for place in places if _holds_images(place)), file.parent))
+    return AnnotationLayout("coco", file, next((place for place in places if _holds_images(place)), file.parent))
 
 
 def _holds_images(folder: Path) -> bool:
@@ -157,15 +157,15 @@ def _holds_images(folder: Path) -> bool:
 # ---- Pascal VOC
 
 
-def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout | None:
+def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> AnnotationLayout | None:
     lists = folder / "ImageSets" / "Main"
     if not lists.is_dir():
-        return Layout("voc", annotations, images)
+        return AnnotationLayout("voc", annotations, images)
     for word in (*_words(split), *(("trainval",) if split == "train" else ())):
         path = lists / f"{word}.txt"
         if path.is_file():
             stems = tuple(line.split()[0] for line in path.read_text().splitlines() if line.strip())
-            return Layout("voc", annotations, images, stems=stems)
+            return AnnotationLayout("voc", annotations, images, stems=stems)
     return None
 
 
@@ -182,7 +182,7 @@ def _is_yolo(path: Path) -> bool:
     return isinstance(content, dict) and ("names" in content or isinstance(content.get("train"), str | list))
 
 
-def _yolo(file: Path | None, folder: Path, split: Split) -> Layout | None:
+def _yolo(file: Path | None, folder: Path, split: Split) -> AnnotationLayout | None:
     content = {} if file is None else _yolo_file(file)
     names = None if file is None else _yolo_names(content, file)
     if names is None and (folder / "classes.txt").is_file():
@@ -207,7 +207,7 @@ def _yolo(file: Path | None, folder: Path, split: Split) -> Layout | None:
     where = file or folder
     pictures = tuple(path for place in places for path in _yolo_images(place, where))
     whole = all(place.is_dir() for place in places)
-    return Layout("yolo", where, folder, pictures=pictures, whole_folders=whole, names=names)
+    return AnnotationLayout("yolo", where, folder, pictures=pictures, whole_folders=whole, names=names)
 
 
 def _yolo_file(file: Path) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
-from lockstep_recipes.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
+from lockstep_recipes.tasks.vision.readers.box_layouts import AnnotationLayout, evaluation_part, find_layout
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations, read_coco
 from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset
@@ -192,7 +192,7 @@ def read_boxed_images(
     return BoxedImages(annotations, pictures, classes=names, numbers=numbers, **kept)
 
 
-def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult: bool) -> Annotations:
+def _read(layout: AnnotationLayout, *, key: str, classes: Sequence[str] | None, difficult: bool) -> Annotations:
     if layout.kind == "coco":
         return read_coco(layout.annotations, key=key)
     if layout.kind == "voc":

@@ -92,10 +92,10 @@ class ImageRecords(Dataset[ImageRecord]):
 
     def part(self, rows: Array) -> ImageRecords:
         """The images at `rows`, (chosen images,) int64, in this order."""
-        return ImageRecords(Part(self.pictures, rows), self.labels[rows], self.classes, self.notes)
+        return ImageRecords(ImageSubset(self.pictures, rows), self.labels[rows], self.classes, self.notes)
 
 
-class Part:
+class ImageSubset:
     """Some images of a source."""
 
     def __init__(self, pictures: EncodedImages, rows: Array) -> None:

@@ -18,7 +18,7 @@ from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, add_file, missing_files
 
 if TYPE_CHECKING:
-    from lockstep_recipes.tasks.vision.classification.options import ColumnsOptions
+    from lockstep_recipes.tasks.vision.classification.options import ClassificationColumnsOptions
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
 """Usual names of columns with images or their paths."""
@@ -38,7 +38,7 @@ class TablePlaces:
         return f"{self.name}:{self.lines[row]}" if self.by_line else f"{self.name}, row {self.lines[row]}"
 
 
-def read_paths(source: Source, given: ColumnsOptions) -> tuple[ImageFiles, Array, list[str]]:
+def read_paths(source: Source, given: ClassificationColumnsOptions) -> tuple[ImageFiles, Array, list[str]]:
     """The images that a table lists by path, the class number of each image, and the names of the classes.
 
     Args:
@@ -152,7 +152,9 @@ class DataSetImages:
                 yield from paths.filter(held.is_null()).drop_null().to_pylist()
 
 
-def read_data_set(data: Any, given: ColumnsOptions, *, name: str) -> tuple[DataSetImages, Array, list[str]]:
+def read_data_set(
+    data: Any, given: ClassificationColumnsOptions, *, name: str
+) -> tuple[DataSetImages, Array, list[str]]:
     """The images of a `datasets.Dataset`, the class number of each image, and the names of the classes.
 
     Args:

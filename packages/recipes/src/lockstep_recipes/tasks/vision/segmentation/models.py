@@ -27,7 +27,7 @@ def models_for(options: SegmentationOptions, folder: Path | None) -> Models:
     """
     if options.model is None and options.scratch.architecture == UNET:
         return UNetModels(options)
-    return TransformersModels(options, folder)
+    return TransformersSegmenters(options, folder)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class UNetModels(Models):
         return UNet(self.options.channels, len(classes), **sizes), []
 
 
-class TransformersModels(AutoModels):
+class TransformersSegmenters(AutoModels):
     """Every `AutoModelForSemanticSegmentation`."""
 
     kind = "segmentation"

@@ -13,7 +13,7 @@ UNET = "unet"
 LossName = Literal["cross_entropy", "focal", "dice", "lovasz"]
 
 
-class ScratchOptions(Section):
+class SegmentationScratchOptions(Section):
     """A new model."""
 
     architecture: str = UNET
@@ -22,7 +22,7 @@ class ScratchOptions(Section):
     """Keys of the architecture's config. `unet` has the keys `width`, `depth`, `blocks`, `stride` and `norm`."""
 
 
-class ColumnsOptions(Section):
+class SegmentationColumnsOptions(Section):
     """Columns of a data set, by name or by index from 0. None: the column with a usual name."""
 
     image: str | int | None = None
@@ -39,7 +39,7 @@ class SegmentationOptions(ImageOptions):
     model: str | None = None
     """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by
     `scratch`."""
-    scratch: ScratchOptions = ScratchOptions()
+    scratch: SegmentationScratchOptions = SegmentationScratchOptions()
     new_head: bool = False
     """Replace the last layer of a model that already segments."""
 
@@ -52,7 +52,7 @@ class SegmentationOptions(ImageOptions):
     """The folder of the training images, if `data.train` is a COCO file. None: next to the annotations."""
     eval_images: str | None = None
     """The same for evaluation images. None: `images`."""
-    columns: ColumnsOptions = ColumnsOptions()
+    columns: SegmentationColumnsOptions = SegmentationColumnsOptions()
     subset: str | None = None
     """Configuration of a data set on the hub."""
 

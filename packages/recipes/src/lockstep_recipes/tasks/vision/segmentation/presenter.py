@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.core.program import Program
 from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.readers.doubles import Samples
+from lockstep_recipes.tasks.readers.doubles import SplitImages
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.image_program import program_of_images
 from lockstep_recipes.tasks.vision.images.mask import encode_mask
@@ -148,7 +148,7 @@ class SegmentationPresenter(ImagePresenter):
         lines = [f"{name}: {len(images):,} images{windows}", *(f"  {note}" for note in images.notes)]
         return lines if images.cache is None else [*lines, f"  {images.cache.summary()}"]
 
-    def samples(self, data: Any) -> Samples | None:
+    def samples(self, data: Any) -> SplitImages | None:
         return super().samples(data.pictures if isinstance(data, Windows) else data)
 
     def of_classes(self) -> list[str]:

@@ -17,7 +17,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.vision.image_models import Models
-from lockstep_recipes.tasks.vision.image_task import About, ImageTask
+from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images import geometry
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
@@ -42,7 +42,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class SegmentationAbout(About):
+class SegmentationAbout(ImageTaskMetadata):
     """What the task stores with the run. `counts` are pixels of the counted masks: see `MaskedImages.check`."""
 
     colors: list[list[int]]

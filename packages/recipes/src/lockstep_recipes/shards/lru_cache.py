@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 
-class Kept:
+class LruCache:
     """Thread-safe cache of values by key.
 
     Args:
