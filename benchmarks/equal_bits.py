@@ -28,7 +28,7 @@ COMMON = ("parallel.virtual_ranks=4", "device=cpu", "log.every_steps=1", "log.pi
 COMMON += ("checkpoint.every_steps=2", "checkpoint.keep_last=1", "train.eval_every_steps=4", "data.drop_last=true")
 RECIPES = {
     "digits": ("train.steps=12",),
-    "text_small": ("data.train={data}/text/ag_news/train.csv", "train.steps=8", "data.eval_limit=100"),
+    "docstrings": ("train.steps=8", "data.eval_limit=100"),
     "image_folder": ("data.train={data}/classification/bccd_cells", "train.steps=8", "batch.global=16"),
     "segmentation": ("data.train={data}/segmentation/nuclei", "train.steps=6", "batch.global=8"),
     "detection": ("data.train={data}/detection/bccd/train.json", "train.steps=6", "batch.global=8"),

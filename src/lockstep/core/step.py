@@ -206,7 +206,7 @@ def exact_step(
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
         if number == result.places.index(result.places[number]):
-            state.strategy.begin_shard(result.places[number])
+            state.strategy.begin_shard(result.places[number], result.places.count(result.places[number]))
         rest = yield from forward_backward_step(state, micro_batch, result, number, last, fillers_count)
         yield None
     if counts_late:

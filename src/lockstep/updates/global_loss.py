@@ -92,7 +92,7 @@ class GlobalLoss:
         with restored_state(strategy.unwrapped, "embed"), torch.no_grad():
             for number, micro_batch in enumerate(one_ahead(micro_batches)):
                 if number % per_shard == 0:
-                    strategy.begin_shard(places[number])
+                    strategy.begin_shard(places[number], per_shard)
                 seed_forward(seed_of(state, step, number, places), self.world.device)
                 with self.precision.autocast():
                     embedded = strategy.forward(micro_batch.batch, self.task.embed)

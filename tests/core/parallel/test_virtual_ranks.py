@@ -1,6 +1,8 @@
 """The same bits on any number of ranks: against each other, and against a loop over virtual ranks in plain torch."""
 
+import collections
 import hashlib
+import importlib
 import json
 
 import pytest
@@ -16,6 +18,7 @@ from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.virtual import Node, Tree, held, nodes_of
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
+from tests.sampling_cases import WEIGHTS
 
 TIMES = ("time", "wait", "samples_per_s", "health", "memory")
 
@@ -128,23 +131,44 @@ def by_hand(settings, steps, virtual_ranks, global_batch, micro, clip_norm):
 def fit(kind, options, settings, run_dir=None):
     """On ranks: the digest of the final weights, and everything logged but times."""
     torch.set_num_threads(1)
-    task = (globals().get(kind) or getattr(own_tasks, kind))(**options)
+    task = getattr(importlib.import_module(kind.module), kind.name)(**options)
     weights, results = runs.fit(task, settings, run_dir)
     return digest(weights), without_times(results)
 
 
+Kind = collections.namedtuple("Kind", ("module", "name"))
+OWN, HERE = "tests.own_tasks", __name__
+
 CASES = {
-    "masked": ("Masked", {"dtype": torch.float32, "eval_length": 37}, {"train": {"eval_every_steps": 7}}),
-    "two heads, clipped": ("TwoHeads", {"dtype": torch.float32}, {"optim": {"clip_norm": 0.1}}),
-    "by length, micro-batches": ("WithLengths", {"dtype": torch.float32}, {"batch": {"micro": 2}}),
-    "unused parameters": ("Unused", {"dtype": torch.float32}, {"parallel": {"find_unused_parameters": True}}),
-    "dropout and statistics": ("Images", {}, {"batch": {"micro": 3}, "data": {"drop_last": True}}),
+    "masked": (Kind(OWN, "Masked"), {"dtype": torch.float32, "eval_length": 37}, {"train": {"eval_every_steps": 7}}),
+    "two heads, clipped": (Kind(OWN, "TwoHeads"), {"dtype": torch.float32}, {"optim": {"clip_norm": 0.1}}),
+    "by length, micro-batches": (Kind(OWN, "WithLengths"), {"dtype": torch.float32}, {"batch": {"micro": 2}}),
+    "unused parameters": (
+        Kind(OWN, "Unused"),
+        {"dtype": torch.float32},
+        {"parallel": {"find_unused_parameters": True}},
+    ),
+    "dropout and statistics": (Kind(HERE, "Images"), {}, {"batch": {"micro": 3}, "data": {"drop_last": True}}),
     "bf16": (
-        "Images",
+        Kind(HERE, "Images"),
         {},
         {"precision": "bf16", "data": {"drop_last": True}, "train": {"ema_decay": 0.9, "eval_every_steps": 20}},
     ),
-    "few labels": ("FewLabels", {}, {}),
+    "fp16 with skipped updates": (
+        Kind(OWN, "Masked"),
+        {"dtype": torch.float32},
+        {"precision": "fp16", "optim": {"lr": 9.0}},
+    ),
+    "loss over the global batch": (Kind("tests.pair_tasks", "Pairs"), {"dropout": 0.2}, {"batch": {"micro": 3}}),
+    "players": (Kind("tests.player_tasks", "Adversaries"), {}, {"batch": {"micro": 2}}),
+    "unreadable samples": (Kind(OWN, "FromFiles"), {"broken": [3, 4, 20]}, {"data": {"on_error": "skip"}}),
+    "weighted sampling": (Kind("tests.sampling_cases", "Sampled"), {"sample_weights": WEIGHTS}, {}),
+    "stream": (
+        Kind("tests.stream_cases", "Streamed"),
+        {},
+        {"batch": {"micro": 2}, "data": {"workers": 1}},
+    ),
+    "few labels": (Kind(OWN, "FewLabels"), {}, {}),
 }
 
 
@@ -165,7 +189,7 @@ def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_
         "train": {"steps": 9},
     }
     settings = runs.config(**sections, parallel={"virtual_ranks": virtual_ranks})
-    ((of_two, results), _) = run_ranks(2, fit, "Images", {}, settings)
+    ((of_two, results), _) = run_ranks(2, fit, Kind(HERE, "Images"), {}, settings)
     assert results["train/grad_norm"] > 0.05
     assert of_two == by_hand(settings, 9, virtual_ranks, 24, 3, 0.05)
 
@@ -173,7 +197,10 @@ def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_
 def fit_in_turns(folder, steps, settings):
     """On ranks: train to `steps` in a run directory. The entries of its log, and the digest of the weights."""
     found = fit(
-        "Images", {}, runs.config(**settings, train={"steps": steps, "eval_every_steps": 1, "ema_decay": 0.9}), folder
+        Kind(HERE, "Images"),
+        {},
+        runs.config(**settings, train={"steps": steps, "eval_every_steps": 1, "ema_decay": 0.9}),
+        folder,
     )[0]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return found, [without_times(line) for line in lines]

@@ -17,18 +17,11 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 Gradients = list[Tensor | None]
 """Of some parameters. None is a gradient of zeros."""
 
+_SENT = torch.empty(0)
+"""Takes the place of a gradient that was sent, whose memory is free."""
 _ALIGNED = 64
 """Bytes. How a kernel adds up a gradient may depend on where it begins: all begin as newly allocated tensors do."""
 _FIRST_BYTES, _BYTES = 2**20, 25 * 2**20  # the sizes of the first bucket and of the others, as in DDP
-
-
-def added(left: Gradients, right: Gradients) -> Gradients:
-    """The sums of the gradients of two nodes, in the memory of the left."""
-    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
-    if pairs:
-        ones, others = map(list, zip(*pairs, strict=True))
-        torch._foreach_add_(ones, others)
-    return [other if one is None else one for one, other in zip(left, right, strict=True)]
 
 
 def buckets(parameters: Sequence[nn.Parameter], world: World, count: int, most_bytes: int | None) -> list[Bucket]:
@@ -62,8 +55,8 @@ class Bucket:
 
     def __init__(self, places: Sequence[int], parameters: Sequence[nn.Parameter], world: World, count: int) -> None:
         self.places, self.parameters, self.count = places, parameters, count
-        self.used: list[bool] = []
-        """For each parameter: whether a virtual rank of this rank has used it."""
+        self.missing = len(places)
+        """The parameters whose gradients are not complete in this step."""
         self._nodes = [nodes_of(held(rank, world.size, count), count) for rank in range(world.size)]  # of each rank
         self._ranks = world.size
         first, step = parameters[0], _ALIGNED // parameters[0].element_size()
@@ -74,44 +67,40 @@ class Bucket:
         self._shard = -(-end // (world.size * step)) * step  # elements that a rank adds up
         self._whole = first.new_zeros(self._shard * world.size, requires_grad=False)
         self._work: Any = None
+        self._received: Tensor | None = None
         self._kept: list[Tensor] = []  # the memory of the exchange
 
-    def begin(self, nodes: Sequence[Node[Gradients]], last: int) -> None:
-        """Send the gradients of this rank, and free them.
-
-        Args:
-            nodes: the sums of the virtual ranks before the last one, of all parameters.
-            last: number of the last virtual rank, whose gradients the parameters have.
-        """
-        of_bucket = [Node(one.first, one.size, [one.value[place] for place in self.places]) for one in nodes]
-        tree = Tree(self.count, added, of_bucket)
-        tree.push(Node(last, 1, [parameter.grad for parameter in self.parameters]))
-        self.used = [any(one.value[number] is not None for one in tree.nodes) for number in range(len(self.places))]
-        wholes = [self._whole if not number else torch.zeros_like(self._whole) for number in range(len(tree.nodes))]
-        for whole, node in zip(wholes, tree.nodes, strict=True):
-            self._fill(whole, node.value)
-        for parameter in self.parameters:
-            parameter.grad = None
+    def begin(self, nodes: Sequence[Node[Gradients]]) -> None:
+        """Send the sums of this rank's virtual ranks, and free them. They have the gradients of all parameters."""
+        self.missing = len(self.places)
+        wholes = [self._whole if not number else torch.zeros_like(self._whole) for number in range(len(nodes))]
+        for whole, node in zip(wholes, nodes, strict=True):
+            self._fill(whole, [node.value[place] for place in self.places])
+            for place in self.places:
+                node.value[place] = None if node.value[place] is None else _SENT
         sent = self._whole
         if len(wholes) > 1:  # by rank that adds up, then by node
             sent = torch.stack(wholes).view(len(wholes), self._ranks, self._shard).transpose(0, 1).contiguous().view(-1)
-        received = sent.new_empty(sum(map(len, self._nodes)) * self._shard)
+        if self._received is None:  # new memory at each step would take longer
+            self._received = sent.new_empty(sum(map(len, self._nodes)) * self._shard)
+        received = self._received
         size = self._shard * sent.element_size()
         self._work = dist.all_to_all_single(
             received.view(torch.uint8),  # gloo does not know every dtype
             sent.view(torch.uint8),
-            [len(nodes) * size for nodes in self._nodes],
+            [len(of_rank) * size for of_rank in self._nodes],
             [len(wholes) * size] * self._ranks,
             async_op=True,
         )
-        self._kept = [received, sent]
+        self._kept = [sent]
 
     def gather(self) -> None:
         """Add up the shard of this rank, and send the sum."""
         self._work.wait()
+        assert self._received is not None
         tree: Tree[Tensor] = Tree(self.count, lambda left, right: left.add_(right))
         nodes = [node for of_rank in self._nodes for node in of_rank]
-        for node, value in zip(nodes, self._kept[0].split(self._shard), strict=True):
+        for node, value in zip(nodes, self._received.split(self._shard), strict=True):
             tree.push(Node(node.first, node.size, value))
         total = tree.total()
         self._kept = [total]

@@ -84,7 +84,7 @@ class Single:
     def _warm_up(self, trial: TrialPass) -> None:
         """Run what must run once before the first step, and after other parameters became trainable."""
 
-    def begin_shard(self, place: int) -> None:
+    def begin_shard(self, place: int, micro_batches: int) -> None:
         pass
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -211,8 +211,13 @@ class Strategy(Protocol):
         """
         ...
 
-    def begin_shard(self, place: int) -> None:
-        """Before the first pass of a shard of the global batch. `place`: of the shard in `World.data_ranks`."""
+    def begin_shard(self, place: int, micro_batches: int) -> None:
+        """Before the first pass of a shard of the global batch.
+
+        Args:
+            place: of the shard in `World.data_ranks`.
+            micro_batches: in the shard.
+        """
         ...
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import TrainingError, UsageError
 from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.parallel.equal_bits import check_model
-from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, added, buckets
+from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.single import Single, unused_error
 from lockstep.core.parallel.strategy import Forward, Losses, Waits
@@ -50,16 +50,16 @@ class VirtualRanks(Single):
             )
         self.bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
         self._numbers = world.data_ranks
-        self._ended = 0  # this many of the virtual ranks of this rank are in the tree
-        self._tree: Tree[Gradients] = Tree(self.count, added)
+        self._nodes: list[Node[Gradients]] = []  # the sums of the virtual ranks that have ended in this step
         self._at_begin: list[Tensor] = []  # the buffers with which each virtual rank begins
         self._of_first: list[Tensor] = []  # those with which virtual rank 0 has ended
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, int] = {}  # by `id` of a parameter
+        self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
         self._hooks: list[Any] = []
-        self._missing: list[set[int]] = []  # by bucket: `id` of the parameters without a gradient in this pass
-        self._launched = 0  # this many buckets are being exchanged
-        self._is_last = False  # in the last backward pass of a step
+        self._shard: _Shard | None = None  # the virtual rank in progress
+        self._left = 0  # backward passes that it still makes
+        self._buckets: list[Bucket] = []
+        self._bucket_of: list[int] = []  # for each parameter
+        self._launched = self._gathered = 0  # so many buckets are being exchanged
 
     @property
     def averages(self) -> int:
@@ -70,27 +70,32 @@ class VirtualRanks(Single):
         super().wrap(forward, blocks)
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._buckets, self._bucket_of = [], [], {}
+        parameters = list(self.trainable.values())
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in parameters]
+        self._buckets, self._bucket_of = [], [0] * len(parameters)
         if self.world.size > 1:
-            self._buckets = buckets(list(self.trainable.values()), self.world, self.count, self.bucket_bytes)
+            self._buckets = buckets(parameters, self.world, self.count, self.bucket_bytes)
             for number, bucket in enumerate(self._buckets):
-                self._bucket_of |= dict.fromkeys(map(id, bucket.parameters), number)
-                self._hooks += [one.register_post_accumulate_grad_hook(self._note) for one in bucket.parameters]
+                for place in bucket.places:
+                    self._bucket_of[place] = number
 
     # ---- buffers
 
     def _sync_buffers(self) -> None:
         super()._sync_buffers()
-        self._ended, self._at_begin, self._of_first = 0, [], []
-        self._tree.nodes.clear()
+        self._nodes, self._at_begin, self._of_first = [], [], []
         if len(self._numbers) > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
             self._at_begin = [buffer.clone() for buffer in self._buffers]
 
-    def begin_shard(self, place: int) -> None:
+    def begin_shard(self, place: int, micro_batches: int) -> None:
+        self._shard, self._left = (
+            _Shard(self._numbers[place], self.count, self._nodes, len(self._places)),
+            micro_batches,
+        )
         if place:
-            self._stash()
             assert self._buffers is not None
             if place == 1:
                 self._of_first = [buffer.clone() for buffer in self._buffers]
@@ -103,68 +108,73 @@ class VirtualRanks(Single):
 
     # ---- gradients
 
-    def _stash(self) -> None:
-        """Add the gradients of the virtual rank that has ended to the tree."""
-        parameters = list(self.trainable.values())
-        gradients = [parameter.grad for parameter in parameters]
-        if all(gradient is None for gradient in gradients):  # a pass without gradients
-            return
-        self._tree.push(Node(self._numbers[self._ended], 1, gradients))
-        self._ended += 1
-        for parameter in parameters:
-            parameter.grad = None
-
     def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
-        self._is_last, self._launched = last and bool(self._buckets), 0
-        self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets if last]
-        try:
-            waits = super().backward(losses, factors, last)
-        finally:
-            self._is_last = False
+        self._left -= 1
+        self._launched = self._gathered = 0
+        waits = super().backward(losses, factors, last)
+        if not self._left:
+            self._end_shard()
         if last:
             self._end_gradients()
             self._end_buffers()
         return waits
 
     def _note(self, parameter: Tensor) -> None:
-        """After a backward pass has added to the gradient of a parameter: exchange the buckets that are complete.
+        """After a backward pass has added to a gradient. In the last pass of a virtual rank, the gradient is complete.
 
-        All ranks exchange the buckets in the same order.
+        It goes into the tree at once, so that its memory is free again. The buckets that are complete are exchanged, on
+        all ranks in the same order.
         """
-        if not self._is_last:
+        shard, place = self._shard, self._places[id(parameter)]
+        if self._left or shard is None:
             return
-        if self._bucket_of[id(parameter)] < self._launched:
+        if shard.has[place]:
             raise TrainingError(
-                "a backward pass adds to the gradient of a parameter again, after it was exchanged",
+                "a backward pass adds to the gradient of a parameter again, after it was complete",
                 where="parallel.virtual_ranks",
                 remedy="call torch.utils.checkpoint.checkpoint with use_reentrant=False",
             )
-        self._missing[self._bucket_of[id(parameter)]].discard(id(parameter))
-        while self._launched < len(self._buckets) and not self._missing[self._launched]:
-            self._launch()
+        shard.take(place, parameter)
+        if self._buckets and shard.number == self._numbers[-1]:
+            self._buckets[self._bucket_of[place]].missing -= 1
+            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+                self._launch(shard)
 
-    def _launch(self) -> None:
-        self._buckets[self._launched].begin(self._tree.nodes, self._numbers[-1])
+    def _launch(self, shard: _Shard) -> None:
+        """Begin to exchange the next bucket, and bring the one before further."""
+        self._buckets[self._launched].begin([*shard.before, shard.node])
         self._launched += 1
+        if (
+            not self.device.has_own_memory and self._gathered < self._launched - 1
+        ):  # there, waiting would stop the device
+            self._buckets[self._gathered].gather()
+            self._gathered += 1
+
+    def _end_shard(self) -> None:
+        """Take the gradients that the last pass of a virtual rank did not reach."""
+        shard = self._shard
+        assert shard is not None
+        for place, parameter in enumerate(self.trainable.values()):
+            if not shard.has[place]:
+                shard.take(place, parameter)
+        if self._buckets and shard.number == self._numbers[-1]:
+            while self._launched < len(self._buckets):
+                self._launch(shard)
+        self._nodes, self._shard = [*shard.before, shard.node], None
 
     def _end_gradients(self) -> None:
-        """Bring the gradients of all virtual ranks together."""
+        """Give the parameters the sums over all virtual ranks."""
+        parameters, nodes = list(self.trainable.values()), self._nodes
+        used = [any(node.value[place] is not None for node in nodes) for place in range(len(parameters))]
+        self._nodes = []
         if self._buckets:
-            while self._launched < len(self._buckets):
-                self._launch()
-            for bucket in self._buckets:
+            for bucket in self._buckets[self._gathered :]:
                 bucket.gather()
             for bucket in self._buckets:
                 bucket.end()
-            used = [is_used for bucket in self._buckets for is_used in bucket.used]
-            parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         else:
-            parameters = list(self.trainable.values())
-            self._tree.push(Node(self._numbers[-1], 1, [parameter.grad for parameter in parameters]))
-            for parameter, gradient in zip(parameters, self._tree.total(), strict=True):
+            for parameter, gradient in zip(parameters, nodes[0].value, strict=True):
                 parameter.grad = gradient
-            used = [parameter.grad is not None for parameter in parameters]
-        self._tree.nodes.clear()
         self._check_used(parameters, used)
 
     def _check_used(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
@@ -182,6 +192,38 @@ class VirtualRanks(Single):
         for parameter, ranks in zip(parameters, used_on, strict=True):
             if not ranks:
                 parameter.grad = None
+
+
+class _Shard:
+    """The gradients of a virtual rank, which are added to the tree one by one.
+
+    Args:
+        number: of the virtual rank.
+        count: number of virtual ranks.
+        nodes: the sums of those of this rank before it.
+        parameters: their number.
+    """
+
+    def __init__(self, number: int, count: int, nodes: Sequence[Node[Gradients]], parameters: int) -> None:
+        tree: Tree[Sequence[int]] = Tree(count, lambda left, right: [*left, *right])
+        tree.nodes = [Node(node.first, node.size, [place]) for place, node in enumerate(nodes)]
+        tree.push(Node(number, 1, []))
+        new = tree.nodes[-1]
+        self.number, self.has = number, [False] * parameters
+        self.before = [nodes[place] for node in tree.nodes[:-1] for place in node.value]
+        """The nodes that stay."""
+        self.merged = [nodes[place] for place in reversed(new.value)]
+        """Those that the gradients are added to, the last first."""
+        self.node: Node[Gradients] = Node(new.first, new.size, [None] * parameters)
+        """The node of the virtual rank and of `merged`."""
+
+    def take(self, place: int, parameter: Tensor) -> None:
+        """Take the gradient of a parameter."""
+        total, parameter.grad = parameter.grad, None
+        for node in self.merged:
+            left, node.value[place] = node.value[place], None
+            total = total if left is None else left if total is None else left.add_(total)
+        self.node.value[place], self.has[place] = total, True
 
 
 def _set(buffers: ModuleBuffers, values: Sequence[Tensor]) -> None:

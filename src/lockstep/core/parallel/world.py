@@ -133,7 +133,7 @@ class World:
         return self.all_sum(values if self.speaks else [0.0] * len(values))
 
     def sum_in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
-        """As `sum_once`, of figures of each of `data_ranks`. With virtual ranks: the same bits on any number of ranks."""
+        """As `sum_once`, of each of `data_ranks`: the same bits on any number of ranks, if they are virtual."""
         return self.in_order(self.all_sum(self.slots(values)), len(values[0]))
 
     def slots(self, values: Sequence[Sequence[float]]) -> list[float]:
