@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 
+import lockstep
 from lockstep import Task
 from lockstep.core.data.order import derive_seed, permute, split_for_rank
 from lockstep.core.errors import LockstepError, UsageError
@@ -168,6 +169,11 @@ CASES = {
         {},
         {"batch": {"micro": 2}, "data": {"workers": 1}},
     ),
+    "unfreezing": (
+        Kind(OWN, "Masked"),
+        {"dtype": torch.float32},
+        {"train": {"unfreeze": [{"match": ["0.*"], "step": 6}]}},
+    ),
     "few labels": (Kind(OWN, "FewLabels"), {}, {}),
 }
 
@@ -192,6 +198,39 @@ def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_
     ((of_two, results), _) = run_ranks(2, fit, Kind(HERE, "Images"), {}, settings)
     assert results["train/grad_norm"] > 0.05
     assert of_two == by_hand(settings, 9, virtual_ranks, 24, 3, 0.05)
+
+
+def in_a_loop(counts_units):
+    """On ranks: the digest of the weights that a user's own loop trains, whose body draws random numbers."""
+    torch.set_num_threads(1)
+    with runs.shared_folder() as folder:
+        config = {"parallel.virtual_ranks": 6, "log.writers": ["json_lines"], "device": "cpu"}
+        torch.manual_seed(0)
+        task = own_tasks.Masked(dtype=torch.float32)
+        model = nn.Sequential(task.model(), nn.BatchNorm1d(5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options = {"global_batch": 24, "steps": 12, "micro_batch": 2, "quiet": True, "run_dir": folder}
+        data = task.train_data()
+        loop = lockstep.Loop(
+            model, optimizer, data, units=task.weight if counts_units else None, config=config, **options
+        )
+        for step in loop:
+            for inputs, targets, mask in step:
+                outputs = loop.model(functional.dropout(inputs, 0.2))
+                loss = ((outputs - targets).square() * mask).sum()
+                if counts_units:
+                    step.backward(loss, reduction="sum")
+                else:
+                    step.backward(loss / mask.sum().clamp(min=1), units=mask.sum())
+        weights = runs.whole_weights(loop.model)
+        loop.close()
+        return digest(weights)
+
+
+@pytest.mark.parametrize("counts_units", [True, False])
+def test_a_loop_of_a_user_has_the_same_bits_on_any_number_of_ranks(counts_units):
+    found = {ranks: run_ranks(ranks, in_a_loop, counts_units) for ranks in (1, 2, 4)}
+    assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, found
 
 
 def fit_in_turns(folder, steps, settings):
@@ -252,5 +291,5 @@ def test_more_ranks_than_virtual_ranks_are_refused():
 
 def test_statistics_over_ranks_are_refused():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Small())
-    with pytest.raises(UsageError, match="layers.1"):
+    with pytest.raises(UsageError, match=r"layers\.1"):
         equal_bits.check_model(model, "parallel.virtual_ranks=2")
