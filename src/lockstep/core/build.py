@@ -171,7 +171,7 @@ def prepare_run(
         task=task,
         folder=folder,
         state=state,
-        batches=StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop),
+        batches=StepIterator(loader, plan, ranks=world.data_ranks, start=step, stop=stop),
         stop=stop,
         first_step=step,
         intervals=_intervals(config, plan),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,10 @@ def evaluate(
         also `of_samples`: the size of the data set.
     """
     tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
-    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, tick=tick):
+    per_shard = plan.per_rank(world.data_size)
+    for number, micro_batch in enumerate(_micro_batches(forward, loader, plan=plan, world=world, tick=tick)):
+        if number and number % per_shard == 0:
+            tally.begin_shard()
         tally.add(micro_batch)
     results = tally.results(show)
     return results if plan.limit is None else results | {"of_samples": plan.length}
@@ -104,6 +108,13 @@ class _Tally:
         self.sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []  # loss sums and units of each micro-batch
         self.shown: dict[int, Any] = {}
         self.samples = self.bad = 0
+        self.earlier: list[list[metric_sync.State]] = []  # the states of the metrics of earlier shards
+
+    def begin_shard(self) -> None:
+        """Begin the next of this rank's shards. The metrics of shards are merged, on any number of ranks alike."""
+        if self.metrics is not None:
+            self.earlier.append(metric_sync.states(self.metrics))
+            self.metrics.reset()
 
     def add(self, micro_batch: MicroBatch) -> None:
         """Evaluate a micro-batch."""
@@ -137,7 +148,7 @@ class _Tally:
         by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
         values: dict[str, Any] = {}
         if self.metrics is not None:
-            flat, values = metric_sync.compute(self.metrics, world)
+            flat, values = metric_sync.compute(self.metrics, world, self.earlier)
             check_names(flat)
             results |= flat
         if worst is not None:
@@ -315,9 +326,12 @@ def _micro_batches(
     Args:
         in_turns: whether ranks take micro-batches in turn. Otherwise each rank takes consecutive micro-batches.
     """
-    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.data_rank, world.data_size)
+    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.replica, world.replicas)
     if not in_turns:
-        plans = plan.by_rank(world.data_size)[world.data_rank]
+        by_rank, ranks = plan.by_rank(world.data_size), world.data_ranks
+        missing = -(-world.data_size // world.replicas) - len(ranks)  # `tick` needs equally many on each rank
+        fillers = [MicroBatchPlan((0,), 0, True)] * (missing * plan.per_rank(world.data_size))
+        plans = [*itertools.chain.from_iterable(by_rank[rank] for rank in ranks), *fillers]
     was_training = forward.training
     forward.eval()
     try:

@@ -114,7 +114,7 @@ def evaluate(
     """
 
     def results_of(evaluated: EvaluationData) -> dict[str, float]:
-        progress = EvaluationProgress(tell, evaluated.plan, world.data_size, evaluated.name)
+        progress = EvaluationProgress(tell, evaluated.plan, world.replicas, evaluated.name)
         wanted = dict.fromkeys(index for viewer in viewers for index in viewer.samples(evaluated))
         worst = next((found for viewer in viewers if (found := viewer.worst(evaluated)) is not None), None)
 

@@ -68,7 +68,7 @@ class LogWindow:
         self.begun, self.excluded_s, self.saving_s = time.perf_counter(), 0.0, 0.0
 
     def _reset_epoch(self) -> None:
-        self.epoch_sums: dict[str, float] = {}  # of this rank, by head
+        self.epoch_sums: dict[str, list[float]] = {}  # of this rank, by head: of each of `World.data_ranks`
         self.epoch_units: dict[str, float] = {}  # of all ranks, by head
 
     def add(self, result: StepResult, waited: tuple[Any, Any]) -> None:
@@ -138,18 +138,19 @@ class LogWindow:
             TrainingError: a loss or gradient in the window was not finite; names the step, the rank and the samples.
         """
         size, rank = self.world.size, self.world.rank
-        sums, units = _losses(self.results)
+        sums, units = self._sums(self.results)
         fault = self._first_fault()
         unreadable = [message for result in self.results for message in result.bad]
         *here, window_s = self._times()
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
-        sums_here = [_total(values) if self.world.speaks else 0.0 for values in sums.values()]
+        sums_here = self.world.slots(self._by_shard(sums))
         has_metrics = self.metrics is not None and self.metrics.has_news()
         packed = [float(fault is not None), float(len(unreadable)), window_s]
         reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])
         metrics_count, fault_count, unreadable_count, total_s, *rest = reduced
-        waits, alone, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
+        waits, alone, slots = rest[:size], rest[size : 2 * size], rest[2 * size :]
+        totals = self.world.in_order(slots, len(sums))
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
@@ -190,7 +191,8 @@ class LogWindow:
         sums, units = self.epoch_sums, self.epoch_units
         self._reset_epoch()
         has_metrics = self.metrics is not None and self.metrics.has_news(epoch=True)
-        metrics_count, *totals = self.world.all_sum([float(has_metrics), *sums.values()])
+        metrics_count, *slots = self.world.all_sum([float(has_metrics), *self.world.slots(self._by_shard(sums))])
+        totals = self.world.in_order(slots, len(sums))
         results = combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
         if self.metrics is not None and metrics_count:
             results |= self.metrics.results(epoch=True)
@@ -198,11 +200,20 @@ class LogWindow:
 
     def _add_to_epoch(self) -> None:
         """Add the steps of this window to the sums of the epoch that do not have them yet."""
-        sums, units = _losses(self.results[self.in_epoch :])
+        sums, units = self._sums(self.results[self.in_epoch :])
         self.in_epoch = len(self.results)
         for head, values in sums.items():
-            self.epoch_sums[head] = self.epoch_sums.get(head, 0.0) + _total(values)
+            before = self.epoch_sums.get(head, [0.0] * len(values))
+            self.epoch_sums[head] = [old + new for old, new in zip(before, values, strict=True)]
             self.epoch_units[head] = self.epoch_units.get(head, 0.0) + units[head]
+
+    def _sums(self, results: Sequence[StepResult]) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """Sums over some steps, by head: the losses of each of `World.data_ranks`, and the units of all ranks."""
+        losses, units = _losses(results, len(self.world.data_ranks))
+        return {head: [_total(values) for values in shards] for head, shards in losses.items()}, units
+
+    def _by_shard(self, sums: Mapping[str, Sequence[float]]) -> list[list[float]]:
+        return [[of_head[place] for of_head in sums.values()] for place in range(len(self.world.data_ranks))]
 
     def check_finite(self) -> None:
         """Check the losses and gradients since the last entry. All ranks call it after the same step.
@@ -255,17 +266,17 @@ class LogWindow:
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
 
 
-def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-    """Sums over some steps: the losses of this rank's micro-batches by head, and the units of all ranks by head."""
-    sums: dict[str, list[Tensor]] = {}
+def _losses(results: Sequence[StepResult], shards: int) -> tuple[dict[str, list[list[Tensor]]], dict[str, float]]:
+    """The losses of this rank's micro-batches in some steps, by head and shard; and the units of all ranks by head."""
+    sums: dict[str, list[list[Tensor]]] = {}
     units: dict[str, float] = {}
     for result in results:
         for head in result.totals.keys() - {SAMPLES}:  # a player of a task may have no turn in these steps
-            sums.setdefault(head, [])
+            sums.setdefault(head, [[] for _ in range(shards)])
             units.setdefault(head, 0.0)
-        for by_head, counts in zip(result.losses, result.counted, strict=False):
+        for by_head, counts, place in zip(result.losses, result.counted, result.places, strict=False):
             for head, value in by_head.items():
-                sums.setdefault(head, []).extend([value] if counts else [])
+                sums.setdefault(head, [[] for _ in range(shards)])[place].extend([value] if counts else [])
         for head in dict.fromkeys(head for by_head in result.losses for head in by_head):
             units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
     return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank

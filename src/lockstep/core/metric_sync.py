@@ -55,18 +55,23 @@ def joined(metrics: MetricCollection, several: Sequence[list[State]]) -> list[St
     return [_joined(part, [one[number] for one in several]) for number, part in enumerate(parts)]
 
 
-def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], dict[str, Any]]:
+def compute(
+    metrics: MetricCollection, world: World, before: Sequence[list[State]] = ()
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Merge the states of all ranks in the order of ranks, and compute the metrics on rank 0. All ranks call it.
+
+    Args:
+        before: states of this rank that come before those of `metrics`.
 
     Returns:
         the numbers by name, as `flatten` names them, on every rank; and the values as the metrics computed them, on
         rank 0 only. Both are empty if no rank saw a sample.
     """
-    gathered = world.gather_once(states(metrics))
+    gathered = world.gather_once([*before, states(metrics)])
     values: dict[str, Any] = {}
     if gathered is not None:
         metrics.to("cpu")
-        merge(metrics, gathered)
+        merge(metrics, [states_of for rank in gathered for states_of in rank])
         if any(part.update_count for part in parts_of(metrics)):
             values = metrics.compute()
     return world.broadcast(flatten(values)), values

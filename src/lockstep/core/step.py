@@ -114,6 +114,8 @@ class StepResult:
     """Indices of the samples of each micro-batch."""
     counted: list[bool] = field(default_factory=list)
     """For each micro-batch: true if it counts. A filler does not."""
+    places: list[int] = field(default_factory=list)
+    """For each micro-batch: the place of its shard in `World.data_ranks`."""
     bad: list[str] = field(default_factory=list)
     """Messages about unreadable samples."""
     losses: list[Losses] = field(default_factory=list)
@@ -129,10 +131,13 @@ class StepResult:
     """Marks around the times in between when it waited for other ranks; see `strategy.Waits`."""
 
     @classmethod
-    def of(cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """The result of a step that begins, of these micro-batches."""
+    def of(
+        cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch], shards: int = 1
+    ) -> StepResult:
+        """The result of a step that begins, of these micro-batches of `shards` shards of the global batch."""
         result = cls(step, samples, totals)
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches):
+            result.places.append(number * shards // len(micro_batches))
             result.indices.append(micro_batch.indices)
             result.counted.append(not micro_batch.filler)
             result.bad += [message for _, message in micro_batch.bad] if micro_batch.bad else []
@@ -192,7 +197,7 @@ def exact_step(
     """
     state.unfreeze()
     totals = {SAMPLES: float(samples)} if counts_late else _count_units(state, micro_batches, samples)
-    result = StepResult.of(state.step, samples, totals, micro_batches)
+    result = StepResult.of(state.step, samples, totals, micro_batches, len(state.world.data_ranks))
     state.step += 1
     if not any(totals.values()):  # no unit on any rank. All ranks know W, so all skip
         return _skipped(state, result)
@@ -200,6 +205,8 @@ def exact_step(
     yield None
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
+        if number == result.places.index(result.places[number]):
+            state.strategy.begin_shard(result.places[number], result.places.count(result.places[number]))
         rest = yield from forward_backward_step(state, micro_batch, result, number, last, fillers_count)
         yield None
     if counts_late:
@@ -242,7 +249,7 @@ def forward_backward_step(
     strategy, precision, kept = state.strategy, state.precision, state.strategy.unwrapped.kept
     metrics = None if micro_batch.filler else state.metrics
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
-    seed_forward(seed_of(state, result.step, number), state.world.device)
+    seed_forward(seed_of(state, result.step, number, result.places), state.world.device)
     with strategy.gradient_sync(last), without_trace:
         kept.is_wanted = metrics is not None and metrics.wants_output
         with precision.autocast():
@@ -253,7 +260,7 @@ def forward_backward_step(
         factors, rest = _factors(state, losses, result.totals, micro_batch, fillers_count)
         result.add(losses, strategy.backward(losses, factors, last))
     if metrics is not None and output is not None:
-        metrics.add(output, micro_batch.batch)
+        metrics.add(output, micro_batch.batch, result.places[number])
     return rest
 
 
@@ -270,9 +277,15 @@ def driven(steps: Generator[Any, Any, R], answer: Callable[[Any], Any]) -> R:
         steps.close()
 
 
-def seed_of(state: TrainState, step: int, number: int) -> int:
-    """The seed of the forward pass of a micro-batch on the rank of `state.world`: equal within a tensor group."""
-    return derive_seed(state.seed, step, state.world.data_rank, number)
+def seed_of(state: TrainState, step: int, number: int, places: Sequence[int]) -> int:
+    """The seed of the forward pass of a micro-batch on the rank of `state.world`: equal within a tensor group.
+
+    Args:
+        number: of the micro-batch in this step, from 0.
+        places: see `StepResult`.
+    """
+    place = places[number]
+    return derive_seed(state.seed, step, state.world.data_ranks[place], number - places.index(place))
 
 
 def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
@@ -288,11 +301,17 @@ def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples
         if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
         return {SAMPLES: state.world.sum_once([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
-    units = [
-        sum(micro_batch.weights[head] for micro_batch in micro_batches if micro_batch.weights)
-        for head in state.weight_heads
-    ]
-    return dict(zip(state.weight_heads, state.world.sum_once(units), strict=True))
+    return dict(zip(state.weight_heads, _sum_units(state, micro_batches, state.weight_heads), strict=True))
+
+
+def _sum_units(state: TrainState, micro_batches: Sequence[MicroBatch], names: Sequence[str]) -> list[float]:
+    """The units of each head, over all ranks."""
+    units = [[0.0] * len(names) for _ in state.world.data_ranks]
+    for number, micro_batch in enumerate(micro_batches):
+        of_shard = units[number * len(units) // len(micro_batches)]
+        for place, name in enumerate(names):
+            of_shard[place] += (micro_batch.weights or {}).get(name, 0.0)
+    return state.world.sum_in_order(units)
 
 
 def _begin(state: TrainState, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
@@ -315,8 +334,8 @@ def _count_late(state: TrainState, micro_batches: Sequence[MicroBatch], result: 
     Returns:
         the factor of the gradients, which were divided by the number of samples.
     """
-    units = sum(sum((micro_batch.weights or {}).values()) for micro_batch in micro_batches)
-    result.totals = {"loss": state.world.sum_once([units])[0]}
+    names = list(micro_batches[0].weights or ["loss"])
+    result.totals = {"loss": _sum_units(state, micro_batches, names)[0]}
     return result.samples / result.totals["loss"] if result.totals["loss"] else 1.0
 
 
@@ -337,7 +356,7 @@ def _factors(
         TrainingError: see `_agree_on_losses`.
     """
     agreed, constants = _agree_on_losses(state, losses, totals, micro_batch)
-    world = state.world.data_size
+    world = state.strategy.averages
     units = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
     coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
     rest = 1.0

@@ -40,33 +40,38 @@ class TrainMetrics:
         self.task, self.world = task, world
         self.live: MetricCollection | None = None
         """Metrics of what was fed and is not kept elsewhere yet, on the device. None: nothing was fed."""
+        self._shards: list[MetricCollection] = []  # for each of `World.data_ranks`: `live` is the first
         self.problem = ""
         """The failure of this rank; after `results`, on any rank. Empty: nothing."""
         self._is_made = self._has_ended = False
         self._notes: list[str] = []
-        self._window: list[State] | None = None  # what was fed since the last entry, on the CPU, without `live`
-        self._epoch: list[State] | None = None  # since the last end of an epoch
+        self._window: list[list[State]] | None = None  # by shard, on the CPU: what was fed since the last entry
+        self._epoch: list[list[State]] | None = None  # and since the last end of an epoch. Both without `_shards`
 
     @property
     def wants_output(self) -> bool:
         """False if an output would be kept for nothing: there are no metrics for it, or they have failed."""
         return not self.problem and not self._has_ended and (self.live is not None or not self._is_made)
 
-    def add(self, output: Any, batch: Any) -> None:
-        """Feed the output of a micro-batch, without its gradient. The first call imports torchmetrics."""
+    def add(self, output: Any, batch: Any, place: int = 0) -> None:
+        """Feed the output of a micro-batch, without its gradient. The first call imports torchmetrics.
+
+        Args:
+            place: of its shard in `World.data_ranks`. Shards are added in their order, on any number of ranks.
+        """
         if self.problem:
             return
         with self._noting_failure(), torch.no_grad():
             self._make()
             if self.live is not None:
-                self._update(self.live, output, batch)
+                self._update(self._shards[place], output, batch)
 
     def has_news(self, *, epoch: bool = False) -> bool:
         """True if all ranks must call `results`, because of this rank."""
         if self._has_ended:
             return False
         kept = self._epoch if epoch else self._window
-        is_updated = self.live is not None and any(part.update_count for part in metric_sync.parts_of(self.live))
+        is_updated = any(part.update_count for live in self._shards for part in metric_sync.parts_of(live))
         return bool(self.problem) or kept is not None or is_updated
 
     def results(self, *, epoch: bool = False) -> dict[str, float]:
@@ -81,7 +86,7 @@ class TrainMetrics:
         if gathered is not None:
             self.problem = next((problem for _, problem in gathered if problem), "")
             with self._noting_failure():
-                found = self._computed([states for states, _ in gathered if states is not None])
+                found = self._computed([states for shards, _ in gathered if shards is not None for states in shards])
         found, self.problem = self.world.broadcast((found, self.problem))
         if self.problem:
             self.live, self._has_ended = None, True
@@ -121,19 +126,24 @@ class TrainMetrics:
         if len(out) < len(metrics):
             self._shown = copy.deepcopy(metrics)
             self._update: MetricsUpdate = metric_sync.place(metrics, update, self.world.device)
-            self.live = metrics
+            copies = [copy.deepcopy(metrics) for _ in self.world.data_ranks[1:]]
+            self.live, self._shards = metrics, [metrics, *copies]
 
     def _keep(self) -> None:
         """Bring what was fed to the CPU, into the sums of the window and of the epoch."""
         if self.live is None:
             return
-        states = metric_sync.states(self.live)
-        if any(count for count, _ in states):
+        shards = [metric_sync.states(live) for live in self._shards]
+        if any(count for states in shards for count, _ in states):
             self._window, self._epoch = (
-                metric_sync.joined(self._shown, [states] if kept is None else [kept, states])
+                [
+                    metric_sync.joined(self._shown, [states] if kept is None else [kept[place], states])
+                    for place, states in enumerate(shards)
+                ]
                 for kept in (self._window, self._epoch)
             )
-            self.live.reset()
+            for live in self._shards:
+                live.reset()
 
     def _computed(self, ranks: list[list[State]]) -> dict[str, float]:
         if self.live is None or not ranks:

@@ -38,6 +38,13 @@ class RunInfo:
     git: Mapping[str, Any] | None = None
     """`commit`, and `dirty`: whether tracked files differ from it. None outside of a git repository."""
 
+    @property
+    def ranks(self) -> str:
+        """The ranks in words: "2 ranks", or "8 virtual ranks on 2 ranks"."""
+        virtual = self.config.get("parallel", {}).get("virtual_ranks")
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return ranks if virtual is None else f"{virtual} virtual rank{'s' * (virtual > 1)} on {ranks}"
+
     def flat_config(self) -> dict[str, Any]:
         """The whole config by dotted path, such as `optim.lr`. Lists stay lists."""
         return _flat(self.config)

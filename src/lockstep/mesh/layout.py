@@ -1,4 +1,4 @@
-"""From the key `parallel.tensor` to a world whose ranks form a mesh, or to an error before anything is computed."""
+"""From `parallel.tensor` and `parallel.virtual_ranks` to a world, or to an error before anything is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
+from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.world import World
 from lockstep.mesh.strategy import MeshFSDP
 
@@ -19,6 +20,8 @@ def laid_out(world: World, config: RunConfig) -> World:
         UsageError: the ranks or other keys of the config do not fit a mesh; names the key, the nodes and the remedy.
     """
     tensor = config.parallel.tensor
+    if config.parallel.virtual_ranks:
+        return equal_bits.laid_out(world, config)
     if tensor == 1 or world.size == 1:
         return world
     check(config, world.size)

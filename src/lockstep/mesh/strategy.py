@@ -36,8 +36,8 @@ class MeshFSDP(FSDP):
 
     def __init__(self, world: World, options: ParallelConfig) -> None:
         super().__init__(world, options)
-        shards = 1 if options.strategy == "ddp" else shard_size(world.data_size, options.shard_ranks)
-        self.shape = {"replicate": world.data_size // shards, "shard": shards, "tensor": world.tensor}
+        shards = 1 if options.strategy == "ddp" else shard_size(world.replicas, options.shard_ranks)
+        self.shape = {"replicate": world.replicas // shards, "shard": shards, "tensor": world.tensor}
         self._summed: set[str] = set()  # parameters whose gradient on each rank covers only its heads
         self._uncut: list[str] = []  # names of the parameters that are equal on all ranks of a tensor group
         self._messages: list[str] = []

@@ -28,6 +28,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import UsageError, exits_are_failures
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.held_folder import HeldFolder
+from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.precision import check_supported
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import World, join_world
@@ -217,6 +218,7 @@ def prepare(setup: Setup, task: Task, world: World) -> Run:
     set_up(setup, task, world, trained=checkpoint is not None)
     run = run_at(setup, task, world, checkpoint)
     if checkpoint is not None:
+        run.messages += run_record.changed_kind(setup.run_dir, world)
         run.confirmed_step = evidence.confirmed_step(setup.run_dir, checkpoint)
         if world.rank == 0 and not setup.quiet:
             print("\n".join([*complaints, f"resuming {setup.run_dir} at step {run.state.step}"]))
@@ -283,14 +285,16 @@ def subject(setup: Setup, task: Task | None, world: World) -> Subject:
 def joined(config: RunConfig, run_dir: Path) -> Iterator[World]:
     """Join the ranks, and set torch up as the config says. All of it is undone at the end."""
     compute = config.compute
-    if compute.deterministic:
+    is_deterministic = compute.deterministic or config.parallel.virtual_ranks is not None
+    if is_deterministic:
         determinism.prepare()
     with contextlib.ExitStack() as stack:
         timeout_s = config.parallel.timeout_s
         watch = partial(watchdog.watch, timeout_s=timeout_s, folder=run_dir)
         world = laid_out(stack.enter_context(join_world(config.device, timeout_s, watch)), config)
         stack.enter_context(exits_are_failures())
-        stack.enter_context(_deterministic(compute.deterministic))
+        stack.enter_context(_deterministic(is_deterministic))
+        stack.enter_context(equal_bits.one_thread(world))
         check_supported(config.precision, world.device)
         stack.enter_context(backends.chosen(compute))
         if compute.numa_binding:

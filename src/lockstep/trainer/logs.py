@@ -53,9 +53,9 @@ def open_writers(run: Run, git: Mapping[str, Any] | None, *, quiet: bool) -> Non
     )
     run.writers += factory.open_writers(about, config.log.writers, quiet=quiet)
     on_mesh = world.tensor > 1 and config.parallel.strategy == "ddp"  # each tensor group holds the whole model
-    sharded_over = world.data_size if state.strategy.is_sharded and not on_mesh else None
+    sharded_over = world.replicas if state.strategy.is_sharded and not on_mesh else None
     summary = model_summary(run.model, state.optimizer, sharded_over=sharded_over, blocks=run.blocks)
     warning = warm_up_warning(state.schedule, run.stop, config.schedule.warmup_share)
-    warning += idle_ranks_warning(config.batch.global_ or 1, world.data_size)
+    warning += idle_ranks_warning(config.batch.global_ or 1, world.replicas)
     for text in (*([header] if isinstance(header, str) else header), *summary, *run.messages, *warning):
         run.tell(text)

@@ -23,6 +23,7 @@ from lockstep.core import atomic, devices, run_folder
 from lockstep.core.checkpoint import store
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
+from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.launched import LOST_NODE, RESTARTS
 from lockstep.core.parallel.world import World
 from lockstep.core.resume import SCHEDULE_LENGTH_KEYS
@@ -249,6 +250,7 @@ def _environment(world: World) -> dict[str, Any]:
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     about: dict[str, Any] = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+    about["kind"] = equal_bits.kind(world.device)
     about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return versions | devices.of(world.device).libraries() | about | {"variables": variables}

@@ -13,6 +13,7 @@ from lockstep.core.build import Run
 from lockstep.core.checkpoint import manifest
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.errors import UsageError
+from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
 from lockstep.trainer import earlier_configs, source_code
@@ -115,7 +116,16 @@ def differences(folder: Path, task: Task, config: RunConfig, world: World) -> li
     then = "1 rank" if ranks == 1 else f"{ranks} ranks"
     text = f"note: the run was trained on {then}, where random numbers of a forward pass, such as dropout, differ: "
     text += f"--nproc {ranks} gives the numbers of the log"
-    return [*changed_source(folder, task, config), *([text] if ranks != world.size else [])]
+    differs = ranks != world.size and world.virtual_ranks is None
+    return [*changed_source(folder, task, config), *([text] if differs else [])]
+
+
+def changed_kind(folder: Path, world: World) -> list[str]:
+    """A note if a run with virtual ranks resumes on a different kind of device, whose kernels round differently."""
+    then, now = run_folder.recorded(folder).get("kind"), equal_bits.kind(world.device)
+    if world.virtual_ranks is None or then in (None, now):
+        return []
+    return [f"note: the run was trained on {then} and resumes on {now}: its bits may differ from here on"]
 
 
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:

@@ -75,8 +75,9 @@ class GlobalLoss:
         """The answers to what `exact_step` yields: the first pass is made when it begins."""
         self._embed(state, micro_batches, state.step - 1)
         yield None
+        per_shard = len(micro_batches) // len(self.world.data_ranks)
         for number in range(len(micro_batches)):
-            yield self._call(number, last=number == len(micro_batches) - 1)
+            yield self._call(number, last=number % per_shard == per_shard - 1)
             yield None
 
     def _embed(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
@@ -86,10 +87,13 @@ class GlobalLoss:
             TrainingError: `Task.embed` returns something else than tensors with a row for each sample.
         """
         rows: list[list[Tensor]] = []
-        strategy = state.strategy
+        strategy, per_shard = state.strategy, len(micro_batches) // len(self.world.data_ranks)
+        places = [number // per_shard for number in range(len(micro_batches))]
         with restored_state(strategy.unwrapped, "embed"), torch.no_grad():
             for number, micro_batch in enumerate(one_ahead(micro_batches)):
-                seed_forward(seed_of(state, step, number), self.world.device)
+                if number % per_shard == 0:
+                    strategy.begin_shard(places[number], per_shard)
+                seed_forward(seed_of(state, step, number, places), self.world.device)
                 with self.precision.autocast():
                     embedded = strategy.forward(micro_batch.batch, self.task.embed)
                 leaves_of, form = _rows(embedded, len(micro_batch.indices))
@@ -135,8 +139,8 @@ class GlobalLoss:
 
         Args:
             number: of the micro-batch in this step, from 0.
-            last: whether it is the last of this step. Its losses also have the gradient of parameters that the loss
-                itself uses: 1 / ranks of it on each rank.
+            last: whether it is the last of its shard. Its losses also have the gradient of parameters that the loss
+                itself uses: 1 / shards of it in each shard.
         """
         gathered = self._gathered
         assert gathered is not None
@@ -158,7 +162,7 @@ class GlobalLoss:
                     for row, gradient in zip(rows, gradients, strict=True)
                     if gradient is not None
                 ]
-                parts += [direct[head] / self.world.size] if head in direct else []
+                parts += [direct[head] / self.world.data_size] if head in direct else []
                 total = torch.stack(parts).sum() if parts else torch.zeros_like(value)
                 shown = value if number == self._carrier else torch.zeros_like(value)
                 found[head] = total - total.detach() + shown

@@ -220,6 +220,7 @@ def _add(whole: StepResult, result: StepResult, name: str) -> None:
     if result.losses:
         whole.indices += result.indices
         whole.counted += result.counted
+        whole.places += result.places
         whole.losses += result.losses
     whole.totals[name] += next(iter(result.totals.values()))
     whole.grad_norm = result.grad_norm if result.grad_norm is not None else whole.grad_norm

@@ -45,7 +45,9 @@ def prepared(workers, micro, start, world=1):
     found = {}
     for rank in range(world):
         loader = Loader(MicroBatches(task.train_data(), task, 3, training=True), workers, CPU)
-        for step, micros in enumerate(StepIterator(loader, plan, rank=rank, start=start, stop=6), start):
+        for step, micros in enumerate(
+            StepIterator(loader, plan, ranks=range(rank, rank + 1), start=start, stop=6), start
+        ):
             for item in micros:
                 _, torch_draw, numpy_draw, python_draw = item.batch
                 for place, index in enumerate(item.indices):
@@ -466,7 +468,7 @@ class Endless(own_tasks.FromFiles):
 def read_for_ever(file):
     task = Endless(file)
     loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 1, CPU)
-    next(StepIterator(loader, StepPlan(24, 8, 8, 1), rank=0, start=0, stop=1))
+    next(StepIterator(loader, StepPlan(24, 8, 8, 1), ranks=range(1), start=0, stop=1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")

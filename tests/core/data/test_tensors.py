@@ -226,7 +226,7 @@ def run_ahead(device, micro):
     loader = loader_for(torch.device(NAME, 0))
     plan = StepPlan(len(loader.micro_batches.data), 8, micro, 1, seed=3)
     device.log.clear()
-    for micro_batches in StepIterator(loader, plan, rank=0, start=0, stop=40 // 8):
+    for micro_batches in StepIterator(loader, plan, ranks=range(1), start=0, stop=40 // 8):
         for micro_batch in one_ahead(micro_batches):
             assert micro_batch.batch is not None
             device.note("passes")

@@ -59,6 +59,7 @@ class Saver:
         self.saved: int | None = None  # step of the newest checkpoint that this process wrote
         self.blocked_s = 0.0  # seconds that the last call of `save` took
         self.buffers: dict[str, Tensor] = {}
+        self.writer_of: dict[str, int] = {}  # of replicated tensors: the number of the file
         self.thread: threading.Thread | None = None
         self.fault: BaseException | None = None
 
@@ -142,12 +143,21 @@ class Saver:
             self.thread.join(10)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
-        """Copy this rank's share into buffers. The next save uses them again: new memory takes five times as long."""
+        """Copy this rank's share into buffers. The next save uses them again: new memory takes five times as long.
+
+        Virtual ranks write the files, if there are any: the files are the same on any number of ranks.
+        """
+        tensors = dict(sorted(tensors.items()))  # a restored optimizer has its state in a different order
         place = (self.world.rank % self.world.tensor, self.world.tensor)
         shards = {name: local_shard(tensor, number, place) for number, (name, tensor) in enumerate(tensors.items())}
         replicated = [name for name, shard in shards.items() if shard.writer is None]
-        owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
-        mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
+        writers = range(self.world.rank, self.world.rank + 1)
+        if self.world.virtual_ranks is not None:
+            writers = self.world.data_ranks
+        count = self.world.virtual_ranks or self.world.size
+        owners = files.owners([shards[name].local.nbytes for name in replicated], count)
+        self.writer_of = {name: owner for name, owner in zip(replicated, owners, strict=True) if owner in writers}
+        mine = set(self.writer_of)
         mine |= {name for name, shard in shards.items() if shard.writer}
         share = {name: whole_rows(shards[name], tensors[name]) for name in tensors if name in mine}
         share = {name: shard for name, shard in share.items() if shard.local.numel() or not shard.start}
@@ -206,9 +216,13 @@ class Saver:
             staged = store.staging(self._anchored, step)
             staged.mkdir(parents=True, exist_ok=True)
             fail_at("before-share", step)
-            name = files.share_name(self.world.rank)
-            if share:
-                written[name], index = files.write_share(staged / name, share, partial(self._reached, step))
+            by_writer: dict[int, dict[str, LocalShard]] = {}
+            for tensor, shard in share.items():
+                by_writer.setdefault(self.writer_of.get(tensor, self.world.rank), {})[tensor] = shard
+            for writer, mine in by_writer.items():
+                name = files.share_name(writer)
+                written[name], part = files.write_share(staged / name, mine, partial(self._reached, step))
+                index |= part
             fail_at("after-share", step)
         except TrainingError as error:
             return {"lost": error}

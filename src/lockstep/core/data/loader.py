@@ -380,11 +380,16 @@ class Extra:
 
 
 class StepIterator:
-    """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
+    """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` splits them.
 
-    def __init__(self, loader: Loader, plan: StepPlan, *, rank: int, start: int, stop: int) -> None:
+    Args:
+        ranks: the shards of each global batch that this rank computes, see `World.data_ranks`. Their micro-batches
+            follow one another.
+    """
+
+    def __init__(self, loader: Loader, plan: StepPlan, *, ranks: range, start: int, stop: int) -> None:
         self.loader, self.plan, self.extra = loader, plan, Extra()
-        self._steps = _steps(loader, plan, self.extra, rank, range(start, stop))
+        self._steps = _steps(loader, plan, self.extra, ranks, range(start, stop))
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self._steps
@@ -394,16 +399,19 @@ class StepIterator:
 
 
 def _steps(
-    loader: Loader, plan: StepPlan, extra: Extra, rank: int, steps: range
+    loader: Loader, plan: StepPlan, extra: Extra, ranks: range, steps: range
 ) -> Generator[list[MicroBatch], None, None]:
     # Not a method: a generator that holds `self` is freed late, and the loader's workers would outlive the run.
     def plans() -> Iterator[MicroBatchPlan]:
         for step in steps:
-            yield from (*plan.rank_micro_batches(step, rank), *extra.plans(step))
+            of_ranks = [plan.rank_micro_batches(step, rank) for rank in ranks]
+            yield from itertools.chain(*zip(*of_ranks, strict=True))  # in the order of their samples, for a stream
+            yield from extra.plans(step)
 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in steps:
-            own = list(itertools.islice(micro_batches, plan.count(step)))
+            own = list(itertools.islice(micro_batches, plan.count(step) * len(ranks)))
+            own = [micro_batch for place in range(len(ranks)) for micro_batch in own[place :: len(ranks)]]
             extra.given = list(itertools.islice(micro_batches, len(extra.plans(step))))
             yield own
 

@@ -377,13 +377,17 @@ class EvaluationPlan:
             micros = [micros[place] for place in permute(np.arange(len(micros)), len(micros), seed=0)]
         return micros
 
+    def per_rank(self, world: int) -> int:
+        """Number of micro-batches of each of `world` ranks."""
+        return math.ceil(math.ceil(self.count / self.micro_batch) / world)
+
     def by_rank(self, world: int) -> list[list[MicroBatchPlan]]:
         """plans[rank][micro-batch], the same number for each of `world` ranks.
 
         Each rank gets a consecutive part of the micro-batches of a single process.
         """
         micros = self._micro_batches()
-        per_rank = -(-len(micros) // world)
+        per_rank = self.per_rank(world)
         ranks: list[list[MicroBatchPlan]] = []
         for rank in range(world):
             mine: Sequence[tuple[int, ...]] = micros[rank * per_rank : (rank + 1) * per_rank]

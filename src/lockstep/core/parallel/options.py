@@ -17,6 +17,9 @@ class ParallelConfig(Section):
     """`ddp` keeps a copy of the model on each rank, `fsdp` shards it over ranks, `single` is for one rank."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without progress of any rank after which the run ends with a report."""
+    virtual_ranks: Annotated[PositiveInt | None, DETERMINES_TRAINING] = None
+    """Split each global batch over this many virtual ranks: the result has the same bits on any number of ranks up to
+    it. See lockstep --explain bits. None: split it over the ranks."""
     find_unused_parameters: bool = False
     """DDP: some trainable parameters get no gradient in some batches."""
     static_graph: bool = False

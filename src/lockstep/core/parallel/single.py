@@ -48,6 +48,10 @@ class Single:
         self._first_shapes: list[tuple[int, ...]] | None = None
         self._shapes_vary = False
 
+    @property
+    def averages(self) -> int:
+        return self.world.replicas
+
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
         model = make()
         if not self.device.has_float64:
@@ -79,6 +83,9 @@ class Single:
 
     def _warm_up(self, trial: TrialPass) -> None:
         """Run what must run once before the first step, and after other parameters became trainable."""
+
+    def begin_shard(self, place: int, micro_batches: int) -> None:
+        pass
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -157,6 +157,11 @@ class Strategy(Protocol):
     """The parameters, by name, whose gradients are exchanged. All others are frozen."""
 
     @property
+    def averages(self) -> int:
+        """The number by which the exchange divides the sum of gradients: that of ranks. 1 if it does not divide."""
+        ...
+
+    @property
     def forward(self) -> nn.Module:
         """The module that a training step calls with a batch: the `Forward`, inside the wrapper if there is one."""
         ...
@@ -203,6 +208,15 @@ class Strategy(Protocol):
         Raises:
             TrainingError: a parameter that the model had when it was wrapped has been replaced by a different object.
                 The optimizer has the first object, so the new object would never be trained. Names the parameters.
+        """
+        ...
+
+    def begin_shard(self, place: int, micro_batches: int) -> None:
+        """Before the first pass of a shard of the global batch.
+
+        Args:
+            place: of the shard in `World.data_ranks`.
+            micro_batches: in the shard.
         """
         ...
 

@@ -8,6 +8,7 @@ import datetime
 import functools
 import gc
 import io
+import operator
 import os
 import pickle
 import sys
@@ -22,7 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lockstep.core import devices, shortages, this_process
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described
-from lockstep.core.parallel import device_errors, heartbeat, torch_internals, tree
+from lockstep.core.parallel import device_errors, heartbeat, torch_internals, tree, virtual
 from lockstep.core.parallel.failure import FailureBoard
 from lockstep.core.parallel.heartbeat import Heartbeat
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
@@ -75,16 +76,31 @@ class World:
     """So many neighbouring ranks, a tensor group, hold the layers of one model together, and get the same samples."""
     strategy: Callable[[World, Any], Any] | None = None
     """Makes the strategy from world and options, if ranks form a mesh; see `lockstep.mesh`. None: the options do."""
+    virtual_ranks: int | None = None
+    """Number of virtual ranks, over which samples are divided; see `virtual`. None: over the ranks themselves."""
 
     @property
-    def data_rank(self) -> int:
-        """The number of this rank's tensor group: it says which samples a rank gets, and seeds its forward passes."""
+    def replica(self) -> int:
+        """The number of this rank's copy of the model: of its tensor group. Without a mesh, each rank is a group."""
         return self.rank // self.tensor
 
     @property
-    def data_size(self) -> int:
-        """Number of tensor groups, over which samples are divided. Without a mesh, each rank is a group."""
+    def replicas(self) -> int:
+        """Number of copies of the model."""
         return self.size // self.tensor
+
+    @property
+    def data_ranks(self) -> range:
+        """The shards of a global batch that this rank computes. Samples and seeds depend on their numbers, not on the
+        rank: its virtual ranks, or the number of its tensor group."""
+        if self.virtual_ranks is None:
+            return range(self.replica, self.replica + 1)
+        return virtual.held(self.rank, self.size, self.virtual_ranks)
+
+    @property
+    def data_size(self) -> int:
+        """Number of shards of a global batch, over all ranks."""
+        return self.virtual_ranks or self.replicas
 
     @property
     def speaks(self) -> bool:
@@ -115,6 +131,25 @@ class World:
     def sum_once(self, values: Sequence[float]) -> list[float]:
         """As `all_sum`, of figures that belong to samples: each tensor group counts once."""
         return self.all_sum(values if self.speaks else [0.0] * len(values))
+
+    def sum_in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
+        """As `sum_once`, of each of `data_ranks`: the same bits on any number of ranks, if they are virtual."""
+        return self.in_order(self.all_sum(self.slots(values)), len(values[0]))
+
+    def slots(self, values: Sequence[Sequence[float]]) -> list[float]:
+        """The figures of `data_ranks`, each at its own place: `in_order` makes sums of the `all_sum` of all ranks."""
+        if self.virtual_ranks is None:
+            return list(values[0]) if self.speaks else [0.0] * len(values[0])
+        found = [0.0] * (self.virtual_ranks * len(values[0]))
+        for number, figures in zip(self.data_ranks, values, strict=True):
+            found[number * len(figures) : (number + 1) * len(figures)] = figures
+        return found
+
+    def in_order(self, slots: Sequence[float], width: int) -> list[float]:
+        """The sums of `width` figures over all data ranks. For `slots`, see there."""
+        if self.virtual_ranks is None:
+            return list(slots)
+        return [functools.reduce(operator.add, slots[place::width]) for place in range(width)]
 
     def all_max(self, value: int) -> int:
         """The largest of `value` over all ranks."""

@@ -66,8 +66,10 @@ class ConsoleWriter(Writer):
         """Those of the current evaluation."""
         self.details_at_end: list[str] = []
         """Those of the last evaluation that has ended."""
+        has_virtual = run.config.get("parallel", {}).get("virtual_ranks")
+        ranks = f"{run.ranks} on {run.device}" if has_virtual else f"{run.world_size} x {run.device}"
         self.message(
-            f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
+            f"{run.name}: {ranks}, global batch {run.config['batch']['global']}, "
             f"steps {min(run.first_step + 1, run.last_step)} to {run.last_step}, {run.folder}"
         )
         if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would overwrite the debugger

@@ -23,7 +23,7 @@ class TextLog(Writer):
         self.file = (run.folder / "train.log").open("a", buffering=1)
         self.message(
             f"lockstep {lockstep.__version__}, torch {torch.__version__}, "
-            f"{run.world_size} rank{'s' * (run.world_size > 1)} on {run.device}, from step {run.first_step}"
+            f"{run.ranks} on {run.device}, from step {run.first_step}"
         )
 
     def record(self, entry: Mapping[str, float]) -> None:

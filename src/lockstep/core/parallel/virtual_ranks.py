@@ -1,0 +1,235 @@
+"""Virtual ranks: the same bits on any number of ranks.
+
+A global batch is split over `parallel.virtual_ranks` virtual ranks, whatever the number of ranks. A rank computes its
+virtual ranks one after the other. Each of them begins the step with the same buffers, and its gradients are added in
+the order of one tree; see `virtual`. A rank adds up the whole subtrees that it has. The rest is exchanged by bucket,
+while the last backward pass computes the gradients of the other buckets:
+
+    all_to_all    each rank gets, for its shard of the bucket, the subtrees of all ranks, and adds them up in the tree
+    all_gather    each rank gets the sums of all shards
+
+With one subtree on each rank, that is the traffic of an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.core.errors import TrainingError, UsageError
+from lockstep.core.parallel.buffers import ModuleBuffers
+from lockstep.core.parallel.equal_bits import check_model
+from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
+from lockstep.core.parallel.options import ParallelConfig
+from lockstep.core.parallel.single import Single, unused_error
+from lockstep.core.parallel.strategy import Forward, Losses, Waits
+from lockstep.core.parallel.virtual import Node, Tree
+from lockstep.core.parallel.world import World
+
+
+class VirtualRanks(Single):
+    """A full copy of the model on each rank, and a sum of gradients in a fixed order. For the methods, see `Strategy`.
+
+    Raises:
+        UsageError: there are more ranks than virtual ranks.
+
+    Buffers, such as the statistics of BatchNorm, are those of virtual rank 0 after each step. DDP with a rank for each
+    virtual rank has the same: its rank 0 gives its buffers to the others.
+    """
+
+    def __init__(self, world: World, options: ParallelConfig) -> None:
+        super().__init__(world, options.find_unused_parameters)
+        self.count = options.virtual_ranks or 1
+        if world.size > self.count:
+            raise UsageError(
+                f"{world.size} ranks cannot share {self.count} virtual ranks",
+                where=f"parallel.virtual_ranks={self.count}",
+                remedy=f"start at most {self.count} ranks: --nproc {self.count}. More virtual ranks are a new training",
+            )
+        self.bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
+        self._numbers = world.data_ranks
+        self._nodes: list[Node[Gradients]] = []  # the sums of the virtual ranks that have ended in this step
+        self._at_begin: list[Tensor] = []  # the buffers with which each virtual rank begins
+        self._of_first: list[Tensor] = []  # those with which virtual rank 0 has ended
+        self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
+        self._hooks: list[Any] = []
+        self._shard: _Shard | None = None  # the virtual rank in progress
+        self._left = 0  # backward passes that it still makes
+        self._buckets: list[Bucket] = []
+        self._bucket_of: list[int] = []  # for each parameter
+        self._launched = self._gathered = 0  # so many buckets are being exchanged
+
+    @property
+    def averages(self) -> int:
+        return 1
+
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
+        check_model(forward.model, f"parallel.virtual_ranks={self.count}")
+        super().wrap(forward, blocks)
+        for hook in self._hooks:
+            hook.remove()
+        parameters = list(self.trainable.values())
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in parameters]
+        self._buckets, self._bucket_of = [], [0] * len(parameters)
+        if self.world.size > 1:
+            self._buckets = buckets(parameters, self.world, self.count, self.bucket_bytes)
+            for number, bucket in enumerate(self._buckets):
+                for place in bucket.places:
+                    self._bucket_of[place] = number
+
+    # ---- buffers
+
+    def _sync_buffers(self) -> None:
+        super()._sync_buffers()
+        self._nodes, self._at_begin, self._of_first = [], [], []
+        if len(self._numbers) > 1:
+            if self._buffers is None:
+                self._buffers = ModuleBuffers(self.unwrapped)
+            self._at_begin = [buffer.clone() for buffer in self._buffers]
+
+    def begin_shard(self, place: int, micro_batches: int) -> None:
+        self._shard, self._left = (
+            _Shard(self._numbers[place], self.count, self._nodes, len(self._places)),
+            micro_batches,
+        )
+        if place:
+            assert self._buffers is not None
+            if place == 1:
+                self._of_first = [buffer.clone() for buffer in self._buffers]
+            _set(self._buffers, self._at_begin)
+
+    def _end_buffers(self) -> None:
+        if self._of_first:
+            assert self._buffers is not None
+            _set(self._buffers, self._of_first)
+
+    # ---- gradients
+
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        self._left -= 1
+        self._launched = self._gathered = 0
+        waits = super().backward(losses, factors, last)
+        if not self._left:
+            self._end_shard()
+        if last:
+            self._end_gradients()
+            self._end_buffers()
+        return waits
+
+    def _note(self, parameter: Tensor) -> None:
+        """After a backward pass has added to a gradient. In the last pass of a virtual rank, the gradient is complete.
+
+        It goes into the tree at once, so that its memory is free again. The buckets that are complete are exchanged, on
+        all ranks in the same order.
+        """
+        shard, place = self._shard, self._places[id(parameter)]
+        if self._left or shard is None:
+            return
+        if shard.has[place]:
+            raise TrainingError(
+                "a backward pass adds to the gradient of a parameter again, after it was complete",
+                where="parallel.virtual_ranks",
+                remedy="call torch.utils.checkpoint.checkpoint with use_reentrant=False",
+            )
+        shard.take(place, parameter)
+        if self._buckets and shard.number == self._numbers[-1]:
+            self._buckets[self._bucket_of[place]].missing -= 1
+            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+                self._launch(shard)
+
+    def _launch(self, shard: _Shard) -> None:
+        """Begin to exchange the next bucket, and bring the one before further."""
+        self._buckets[self._launched].begin([*shard.before, shard.node])
+        self._launched += 1
+        if (
+            not self.device.has_own_memory and self._gathered < self._launched - 1
+        ):  # there, waiting would stop the device
+            self._buckets[self._gathered].gather()
+            self._gathered += 1
+
+    def _end_shard(self) -> None:
+        """Take the gradients that the last pass of a virtual rank did not reach."""
+        shard = self._shard
+        assert shard is not None
+        for place, parameter in enumerate(self.trainable.values()):
+            if not shard.has[place]:
+                shard.take(place, parameter)
+        if self._buckets and shard.number == self._numbers[-1]:
+            while self._launched < len(self._buckets):
+                self._launch(shard)
+        self._nodes, self._shard = [*shard.before, shard.node], None
+
+    def _end_gradients(self) -> None:
+        """Give the parameters the sums over all virtual ranks."""
+        parameters, nodes = list(self.trainable.values()), self._nodes
+        used = [any(node.value[place] is not None for node in nodes) for place in range(len(parameters))]
+        self._nodes = []
+        if self._buckets:
+            for bucket in self._buckets[self._gathered :]:
+                bucket.gather()
+            for bucket in self._buckets:
+                bucket.end()
+        else:
+            for parameter, gradient in zip(parameters, nodes[0].value, strict=True):
+                parameter.grad = gradient
+        self._check_used(parameters, used)
+
+    def _check_used(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+        """Leave parameters without a gradient that no virtual rank has used.
+
+        Raises:
+            TrainingError: there are such parameters on this rank, and `find_unused_parameters` does not allow them.
+        """
+        if not self.find_unused_parameters:
+            unused = {id(one) for one, is_used in zip(parameters, used, strict=True) if not is_used}
+            if names := [name for name, one in self.trainable.items() if id(one) in unused]:
+                raise unused_error(names, "Task.loss", " on this rank, though they did before")
+            return
+        used_on = self.world.all_sum([float(is_used) for is_used in used])
+        for parameter, ranks in zip(parameters, used_on, strict=True):
+            if not ranks:
+                parameter.grad = None
+
+
+class _Shard:
+    """The gradients of a virtual rank, which are added to the tree one by one.
+
+    Args:
+        number: of the virtual rank.
+        count: number of virtual ranks.
+        nodes: the sums of those of this rank before it.
+        parameters: their number.
+    """
+
+    def __init__(self, number: int, count: int, nodes: Sequence[Node[Gradients]], parameters: int) -> None:
+        tree: Tree[Sequence[int]] = Tree(count, lambda left, right: [*left, *right])
+        tree.nodes = [Node(node.first, node.size, [place]) for place, node in enumerate(nodes)]
+        tree.push(Node(number, 1, []))
+        new = tree.nodes[-1]
+        self.number, self.has = number, [False] * parameters
+        self.before = [nodes[place] for node in tree.nodes[:-1] for place in node.value]
+        """The nodes that stay."""
+        self.merged = [nodes[place] for place in reversed(new.value)]
+        """Those that the gradients are added to, the last first."""
+        self.node: Node[Gradients] = Node(new.first, new.size, [None] * parameters)
+        """The node of the virtual rank and of `merged`."""
+
+    def take(self, place: int, parameter: Tensor) -> None:
+        """Take the gradient of a parameter."""
+        total, parameter.grad = parameter.grad, None
+        for node in self.merged:
+            left, node.value[place] = node.value[place], None
+            total = total if left is None else left if total is None else left.add_(total)
+        self.node.value[place], self.has[place] = total, True
+
+
+def _set(buffers: ModuleBuffers, values: Sequence[Tensor]) -> None:
+    """Give buffers their earlier values, and shapes."""
+    for buffer, value in zip(buffers, values, strict=True):
+        if buffer.shape == value.shape:
+            buffer.data.copy_(value)
+        else:
+            buffer.data = value.clone()

@@ -1,0 +1,295 @@
+"""The same bits on any number of ranks: against each other, and against a loop over virtual ranks in plain torch."""
+
+import collections
+import hashlib
+import importlib
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+
+import lockstep
+from lockstep import Task
+from lockstep.core.data.order import derive_seed, permute, split_for_rank
+from lockstep.core.errors import LockstepError, UsageError
+from lockstep.core.parallel import equal_bits
+from lockstep.core.parallel.virtual import Node, Tree, held, nodes_of
+from tests import own_tasks, runs
+from tests.ranks import run_ranks
+from tests.sampling_cases import WEIGHTS
+
+TIMES = ("time", "wait", "samples_per_s", "health", "memory")
+
+
+def without_times(entry):
+    return {name: value for name, value in entry.items() if not any(word in name for word in TIMES)}
+
+
+def digest(tensors):
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_every_number_of_ranks_adds_in_the_same_order():
+    def add(left, right):
+        return f"({left}+{right})"
+
+    def whole(first, size, count):
+        if size == 1:
+            return str(first)
+        left, middle = whole(first, size // 2, count), first + size // 2
+        return left if middle >= count else add(left, whole(middle, size // 2, count))
+
+    for count in range(1, 34):
+        for ranks in range(1, count + 1):
+            everything = Tree(count, add)
+            for rank in range(ranks):
+                own = Tree(count, add)
+                for number in held(rank, ranks, count):
+                    own.push(Node(number, 1, str(number)))
+                    assert len(own.nodes) <= count.bit_length() + 1
+                assert [(n.first, n.size) for n in own.nodes] == [
+                    (n.first, n.size) for n in nodes_of(held(rank, ranks, count), count)
+                ]
+                for node in own.nodes:
+                    everything.push(node)
+            assert everything.total() == whole(0, 1 << (count - 1).bit_length(), count), (count, ranks)
+
+
+class Small(nn.Module):
+    """Dropout, running statistics and a buffer that counts forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 5))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+class Images(Task):
+    """Classes of vectors, with a model whose result depends on ranks if nothing is done about it."""
+
+    def model(self):
+        return Small()
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(5)
+        inputs = torch.randn(100, 10, generator=generator)
+        return torch.utils.data.TensorDataset(inputs, torch.randint(5, (100,), generator=generator))
+
+    def eval_data(self):
+        return self.train_data()
+
+    def loss(self, model, batch):
+        output = model(batch[0])
+        return functional.cross_entropy(output, batch[1], reduction="sum"), output
+
+    def predict(self, model, batch):
+        return model(batch[0])
+
+    def metrics(self):
+        return {"accuracy": MulticlassAccuracy(5), "calibration": MulticlassCalibrationError(5)}
+
+
+def by_hand(settings, steps, virtual_ranks, global_batch, micro, clip_norm):
+    """Plain torch: one process, a loop over virtual ranks, gradients added in the tree, buffers of virtual rank 0."""
+    task, seed, length = Images(), 0, 100
+    torch.manual_seed(seed)
+    model, data = task.model(), task.train_data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    per_epoch = length // global_batch
+    for step in range(steps):
+        epoch, within = divmod(step, per_epoch)
+        indices = permute(range(within * global_batch, (within + 1) * global_batch), length, seed, epoch)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        gradients, after = [], {}
+        for number in range(virtual_ranks):
+            model.load_state_dict(before, strict=False)
+            optimizer.zero_grad()
+            for turn, plan in enumerate(split_for_rank(indices, epoch, virtual_ranks, micro, number)):
+                torch.manual_seed(derive_seed(seed, step, number, turn))
+                loss, _ = task.loss(model, [tensor[list(plan.indices)] for tensor in data.tensors])
+                (loss / global_batch).backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            after = after or {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.load_state_dict(after, strict=False)
+        while len(gradients) > 1:  # neighbours in pairs; the last one waits if it has no neighbour
+            pairs = [gradients[place : place + 2] for place in range(0, len(gradients), 2)]
+            gradients = [[sum(one[1:], one[0]) for one in zip(*pair, strict=True)] for pair in pairs]
+        for parameter, gradient in zip(model.parameters(), gradients[0], strict=True):
+            parameter.grad = gradient
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return digest(model.state_dict())
+
+
+def fit(kind, options, settings, run_dir=None):
+    """On ranks: the digest of the final weights, and everything logged but times."""
+    torch.set_num_threads(1)
+    task = getattr(importlib.import_module(kind.module), kind.name)(**options)
+    weights, results = runs.fit(task, settings, run_dir)
+    return digest(weights), without_times(results)
+
+
+Kind = collections.namedtuple("Kind", ("module", "name"))
+OWN, HERE = "tests.own_tasks", __name__
+
+CASES = {
+    "masked": (Kind(OWN, "Masked"), {"dtype": torch.float32, "eval_length": 37}, {"train": {"eval_every_steps": 7}}),
+    "two heads, clipped": (Kind(OWN, "TwoHeads"), {"dtype": torch.float32}, {"optim": {"clip_norm": 0.1}}),
+    "by length, micro-batches": (Kind(OWN, "WithLengths"), {"dtype": torch.float32}, {"batch": {"micro": 2}}),
+    "unused parameters": (
+        Kind(OWN, "Unused"),
+        {"dtype": torch.float32},
+        {"parallel": {"find_unused_parameters": True}},
+    ),
+    "dropout and statistics": (Kind(HERE, "Images"), {}, {"batch": {"micro": 3}, "data": {"drop_last": True}}),
+    "bf16": (
+        Kind(HERE, "Images"),
+        {},
+        {"precision": "bf16", "data": {"drop_last": True}, "train": {"ema_decay": 0.9, "eval_every_steps": 20}},
+    ),
+    "fp16 with skipped updates": (
+        Kind(OWN, "Masked"),
+        {"dtype": torch.float32},
+        {"precision": "fp16", "optim": {"lr": 9.0}},
+    ),
+    "loss over the global batch": (Kind("tests.pair_tasks", "Pairs"), {"dropout": 0.2}, {"batch": {"micro": 3}}),
+    "players": (Kind("tests.player_tasks", "Adversaries"), {}, {"batch": {"micro": 2}}),
+    "unreadable samples": (Kind(OWN, "FromFiles"), {"broken": [3, 4, 20]}, {"data": {"on_error": "skip"}}),
+    "weighted sampling": (Kind("tests.sampling_cases", "Sampled"), {"sample_weights": WEIGHTS}, {}),
+    "stream": (
+        Kind("tests.stream_cases", "Streamed"),
+        {},
+        {"batch": {"micro": 2}, "data": {"workers": 1}},
+    ),
+    "unfreezing": (
+        Kind(OWN, "Masked"),
+        {"dtype": torch.float32},
+        {"train": {"unfreeze": [{"match": ["0.*"], "step": 6}]}},
+    ),
+    "few labels": (Kind(OWN, "FewLabels"), {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_on_any_number_of_ranks(name):
+    kind, options, sections = CASES[name]
+    sections = sections | {"parallel": sections.get("parallel", {}) | {"virtual_ranks": 6}}
+    found = {ranks: run_ranks(ranks, fit, kind, options, runs.config(**sections)) for ranks in (1, 2, 3, 4)}
+    assert len({repr(one) for of_ranks in found.values() for one in of_ranks}) == 1, found
+
+
+@pytest.mark.parametrize("virtual_ranks", [4, 6])
+def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_ranks):
+    sections = {
+        "batch": {"micro": 3},
+        "data": {"drop_last": True},
+        "optim": {"clip_norm": 0.05, "fused": False},
+        "train": {"steps": 9},
+    }
+    settings = runs.config(**sections, parallel={"virtual_ranks": virtual_ranks})
+    ((of_two, results), _) = run_ranks(2, fit, Kind(HERE, "Images"), {}, settings)
+    assert results["train/grad_norm"] > 0.05
+    assert of_two == by_hand(settings, 9, virtual_ranks, 24, 3, 0.05)
+
+
+def in_a_loop(counts_units):
+    """On ranks: the digest of the weights that a user's own loop trains, whose body draws random numbers."""
+    torch.set_num_threads(1)
+    with runs.shared_folder() as folder:
+        config = {"parallel.virtual_ranks": 6, "log.writers": ["json_lines"], "device": "cpu"}
+        torch.manual_seed(0)
+        task = own_tasks.Masked(dtype=torch.float32)
+        model = nn.Sequential(task.model(), nn.BatchNorm1d(5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        options = {"global_batch": 24, "steps": 12, "micro_batch": 2, "quiet": True, "run_dir": folder}
+        data = task.train_data()
+        loop = lockstep.Loop(
+            model, optimizer, data, units=task.weight if counts_units else None, config=config, **options
+        )
+        for step in loop:
+            for inputs, targets, mask in step:
+                outputs = loop.model(functional.dropout(inputs, 0.2))
+                loss = ((outputs - targets).square() * mask).sum()
+                if counts_units:
+                    step.backward(loss, reduction="sum")
+                else:
+                    step.backward(loss / mask.sum().clamp(min=1), units=mask.sum())
+        weights = runs.whole_weights(loop.model)
+        loop.close()
+        return digest(weights)
+
+
+@pytest.mark.parametrize("counts_units", [True, False])
+def test_a_loop_of_a_user_has_the_same_bits_on_any_number_of_ranks(counts_units):
+    found = {ranks: run_ranks(ranks, in_a_loop, counts_units) for ranks in (1, 2, 4)}
+    assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, found
+
+
+def fit_in_turns(folder, steps, settings):
+    """On ranks: train to `steps` in a run directory. The entries of its log, and the digest of the weights."""
+    found = fit(
+        Kind(HERE, "Images"),
+        {},
+        runs.config(**settings, train={"steps": steps, "eval_every_steps": 1, "ema_decay": 0.9}),
+        folder,
+    )[0]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return found, [without_times(line) for line in lines]
+
+
+def test_a_run_that_changes_its_number_of_ranks_has_the_bits_of_one_that_does_not(tmp_path):
+    settings = {
+        "batch": {"micro": 3},
+        "data": {"drop_last": True},
+        "log": {"every_steps": 1},
+        "parallel": {"virtual_ranks": 4},
+    }
+    for ranks, steps in ((4, 5), (3, 9), (1, 10)):
+        changed = run_ranks(ranks, fit_in_turns, tmp_path / "changed", steps, settings)[0]
+    whole = run_ranks(2, fit_in_turns, tmp_path / "whole", 10, settings)[0]
+    assert changed == whole
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "checkpoints" / "step-00000010").glob("*")}
+        for name in ("changed", "whole")
+    ]
+    assert {"__0_0.distcp", "__3_0.distcp", "index.json"} < files[0].keys()
+    for name in files[0].keys() - {"manifest.json"}:  # it says when the checkpoint was written, and on how many ranks
+        assert files[0][name] == files[1][name], name
+
+
+REFUSED = {
+    "parallel.strategy=fsdp": {"parallel": {"strategy": "fsdp"}},
+    "watch.every": {"watch": {"every": 5}},
+    "parallel.tensor=2": {"parallel": {"tensor": 2}},
+    "parallel.static_graph=true": {"parallel": {"static_graph": True}},
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_keys_that_cannot_have_the_same_bits_are_refused(key):
+    sections = REFUSED[key] | {"parallel": REFUSED[key].get("parallel", {}) | {"virtual_ranks": 4}}
+    with pytest.raises(UsageError, match=key):
+        runs.fit(Images(), runs.config(**sections))
+
+
+def too_many_ranks():
+    with pytest.raises(LockstepError, match="3 ranks cannot share 2 virtual ranks"):
+        runs.fit(Images(), runs.config(parallel={"virtual_ranks": 2}))
+
+
+def test_more_ranks_than_virtual_ranks_are_refused():
+    run_ranks(3, too_many_ranks)
+
+
+def test_statistics_over_ranks_are_refused():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(Small())
+    with pytest.raises(UsageError, match=r"layers\.1"):
+        equal_bits.check_model(model, "parallel.virtual_ranks=2")
