@@ -54,7 +54,7 @@ ALLOWED = {
         "weights",
     },
     "cli": {"core", "parts", "launch", "trainer", "configs", "watch", "cache_folder", "lora"},
-    "__main__": {"cli"},
+    "__main__": {"core", "cli"},
     # Stricter than the folder that they lie in.
     "core.data.order": set(),
     "core.schedule": {"core.config.config_section", "core.errors", "core.history"},
@@ -290,6 +290,20 @@ def test_imports_are_found_however_they_are_written(tmp_path):
         (tmp_path / "a.py").write_text(statement)
         found += [part_of(name) for name in imports(tmp_path / "a.py")]
     assert found == ["trainer", "trainer", "Trainer", "trainer", "trainer", "core"]
+
+
+def test_one_module_of_a_package_asks_whether_this_process_is_a_rank():
+    """The variables of a rank are set for other processes, and shown, elsewhere. They are read in one place."""
+    names = re.compile(r"""["'](LOCAL_)?(RANK|WORLD_SIZE)["']""")
+    read = re.compile(rf"(os.environ(.get)?|os.getenv)[\[(]{names.pattern}.*|{names.pattern} (not )?in os.environ")
+    kinds = (ast.Subscript, ast.Call, ast.Compare)
+
+    def asks(text):
+        nodes = ast.walk(ast.parse(text)) if names.search(text) else ()
+        return any(isinstance(node, kinds) and read.fullmatch(ast.unparse(node)) for node in nodes)
+
+    found = {path for folder in SOURCES.values() for path in folder.rglob("*.py") if asks(path.read_text())}
+    assert found == {PACKAGE / "core" / "this_process.py", AUDIT / "this_process.py"}
 
 
 def test_few_folders_know_torch_distributed():
