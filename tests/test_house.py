@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,12 @@ def test_every_permission_is_used():
         if not any(name == other or name.startswith(f"{other}.") for name in used[part])
     }
     assert unused == set()
+
+
+def test_the_page_on_the_architecture_has_these_rules():
+    page = runpy.run_path(str(processes.ROOT / "docs/folders.py"))["page"]()
+    assert page == (processes.ROOT / "docs/architecture.md").read_text(), "python docs/folders.py"
+    assert page.count("\n| `lockstep_lab/") > 4
 
 
 def packages_of(path):
