@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import Subset
 
 from lockstep.core import evaluate, run_data, task_checks
-from lockstep.core.data.loader import is_default
+from lockstep.core.data.dataset import member_of
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.parallel.world import World
 from lockstep.core.presenter import Presenter
@@ -74,7 +75,7 @@ def read_samples(task: Task, presenter: Presenter, world: World, inputs: Sequenc
     if len(set(counts)) > 1:
         what = f"the ranks found {', '.join(map(str, counts))} samples in the same inputs"
         raise DataError(what, where="INPUT", remedy="wait until no process changes these files, and start again")
-    where = getattr(data, "where", lambda index: inputs[index] if found == len(inputs) else index)
+    where = member_of(data, "where", lambda index: inputs[index] if found == len(inputs) else index)
     return PredictedSamples(data, where, is_input=True)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.core import task_checks
-from lockstep.core.data.loader import is_default
+from lockstep.core.defaults import is_default
 from lockstep.core.presenter import Presenter
 from lockstep.core.program import Computed, Program, without_program, write_program
 from lockstep.core.task import Task

@@ -18,7 +18,8 @@ from lockstep.core import caller, evaluation_run, resume, run_data, run_model, t
 from lockstep.core import evaluate as evaluation
 from lockstep.core.checkpoint import choice
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.data.loader import is_default
+from lockstep.core.data.dataset import member_of
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
@@ -150,7 +151,7 @@ class TrainedModel:
         presenter = task_checks.presenter(self.task)
         found = prediction_run.read_samples(self.task, presenter, world, wanted.inputs, wanted.samples)
         if world.rank == 0 and found.is_input and not self.setup.quiet:
-            for note in getattr(found.data, "notes", ()):
+            for note in member_of(found.data, "notes", ()):
                 print(f"note: {note}", file=sys.stderr)
         strategy, config = self.load(), self.setup.config
         if on_error is not None:
