@@ -53,6 +53,7 @@ TOPICS = {
         "core/resume.py",
         "core/training_run.py",
         "trainer/trainer.py",
+        "trainer/trained_run.py",
     ],
 }
 HEAD = """# What is refused

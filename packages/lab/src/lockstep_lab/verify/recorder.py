@@ -24,7 +24,7 @@ from lockstep.core.part import Training
 from lockstep.core.task import Task
 from lockstep.parts import replicas
 from lockstep.parts.replicas import StateDigests
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.joining import Recorder
 from lockstep_lab.verify.comparable_task import ComparableTask
 from lockstep_lab.verify.digest import digest_of_batch
 from lockstep_lab.verify.generators import disturb
