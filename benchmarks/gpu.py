@@ -232,7 +232,7 @@ class Ours:
     def __init__(self, task, world, options, folder):
         from lockstep.configs import config_file
         from lockstep.core import loop
-        from lockstep.trainer import assemble, logs
+        from lockstep.trainer import assemble, joining
 
         config = {
             "name": options["model"],
@@ -255,7 +255,7 @@ class Ours:
         self.prepared.intervals = loop.Intervals(log=LOG_EVERY)
         self.prepared.state.forward.train()
         self.folder = folder
-        logs.open_writers(self.prepared, None, quiet=True)
+        joining.open_writers(self.prepared, None, quiet=True)
 
     def run(self, steps):
         batches = itertools.islice(self.prepared.batches, steps)

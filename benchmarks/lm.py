@@ -67,7 +67,7 @@ def counted(collate, counts, labels="labels"):
 
 def lockstep_worker(options, packed=True):
     from lockstep import Trainer
-    from lockstep.trainer.recorder import Recorder
+    from lockstep.trainer.joining import Recorder
 
     task, counts, times = make_task(options, packed), [], []
     task.collate = counted(task.collate, counts, "targets")

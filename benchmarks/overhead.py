@@ -134,13 +134,13 @@ class Ours:
 
     def run(self, _):
         from lockstep.core import loop
-        from lockstep.trainer import assemble, logs
+        from lockstep.trainer import assemble, joining
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
         prepared = assemble.prepare(self.trainer.setup, self.task, self.world)
         prepared.intervals = loop.Intervals(log=50)
-        logs.open_writers(prepared, None, quiet=False)
+        joining.open_writers(prepared, None, quiet=False)
         begun = time.perf_counter()
         made_steps(prepared, prepared.batches, stop=prepared.stop)
         seconds = time.perf_counter() - begun

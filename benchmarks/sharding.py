@@ -49,7 +49,7 @@ from lockstep.core import run_model
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
 from lockstep.launch.watchdog import Watchdog
-from lockstep.trainer import assemble, logs
+from lockstep.trainer import assemble, joining
 
 LAYERS, VOCABULARY, LENGTH, HEAD = 12, 8192, 32, 64
 BATCH, LOG, PHASE = 4, 50, 10  # samples over both ranks; steps
@@ -245,7 +245,7 @@ def steps_rank(folder, options):
 
         lockstep.run_dir.mkdir(exist_ok=True)
         prepared.intervals = engine.Intervals(log=LOG)
-        logs.open_writers(prepared, None, quiet=True)
+        joining.open_writers(prepared, None, quiet=True)
         made_steps(prepared, alternating(), stop=prepared.stop)
         both = zip(prepared.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)

@@ -72,7 +72,7 @@ def now():
 
 def lockstep_worker(options, grouped=False):
     from lockstep import Trainer
-    from lockstep.trainer.recorder import Recorder
+    from lockstep.trainer.joining import Recorder
 
     task, counts, times = make_task(options), [], []
     task.collate = counted(task.collate, counts)

@@ -19,7 +19,7 @@ from lockstep.core.parallel.sharded_tensor import gather
 from lockstep.core.parallel.world import join_world
 from lockstep.mesh.layout import laid_out
 from lockstep.trainer import assemble
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.joining import Recorder
 
 
 def config(**sections):

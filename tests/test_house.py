@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ ALLOWED = {
         "weights",
     },
     "cli": {"core", "parts", "launch", "trainer", "configs", "watch", "cache_folder", "lora"},
-    "__main__": {"cli"},
+    "__main__": {"core", "cli"},
     # Stricter than the folder that they lie in.
     "core.data.order": set(),
     "core.schedule": {"core.config.config_section", "core.errors", "core.history"},
@@ -169,6 +170,12 @@ def test_every_permission_is_used():
         if not any(name == other or name.startswith(f"{other}.") for name in used[part])
     }
     assert unused == set()
+
+
+def test_the_page_on_the_architecture_has_these_rules():
+    page = runpy.run_path(str(processes.ROOT / "docs/folders.py"))["page"]()
+    assert page == (processes.ROOT / "docs/architecture.md").read_text(), "python docs/folders.py"
+    assert page.count("\n| `lockstep_lab/") > 4
 
 
 def packages_of(path):
@@ -302,6 +309,20 @@ def test_imports_are_found_however_they_are_written(tmp_path):
         (tmp_path / "a.py").write_text(statement)
         found += [part_of(name) for name in imports(tmp_path / "a.py")]
     assert found == ["trainer", "trainer", "Trainer", "trainer", "trainer", "core"]
+
+
+def test_one_module_of_a_package_asks_whether_this_process_is_a_rank():
+    """The variables of a rank are set for other processes, and shown, elsewhere. They are read in one place."""
+    names = re.compile(r"""["'](LOCAL_)?(RANK|WORLD_SIZE)["']""")
+    read = re.compile(rf"(os.environ(.get)?|os.getenv)[\[(]{names.pattern}.*|{names.pattern} (not )?in os.environ")
+    kinds = (ast.Subscript, ast.Call, ast.Compare)
+
+    def asks(text):
+        nodes = ast.walk(ast.parse(text)) if names.search(text) else ()
+        return any(isinstance(node, kinds) and read.fullmatch(ast.unparse(node)) for node in nodes)
+
+    found = {path for folder in SOURCES.values() for path in folder.rglob("*.py") if asks(path.read_text())}
+    assert found == {PACKAGE / "core" / "this_process.py", AUDIT / "this_process.py"}
 
 
 def test_few_folders_know_torch_distributed():

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+from lockstep.core import this_process
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _EXIT_PREEMPTED = 75  # the exit code of errors.Preempted, which is not imported yet
 
@@ -16,7 +18,7 @@ def _stop(number: int, frame: object) -> None:
     """End the process without a traceback: nothing has begun. Code that begins something sets its own handlers."""
     if sys.argv[1:2] != ["train"]:
         os._exit(128 + number)
-    if "RANK" not in os.environ:
+    if not this_process.is_rank():
         name = signal.Signals(number).name
         rest = "before training began; nothing was lost; the same command resumes from there"
         with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone

@@ -14,7 +14,7 @@ from lockstep.configs import config_file
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.parallel.world import join_world
 from lockstep.trainer import assemble
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.joining import Recorder
 from tests import runs
 
 

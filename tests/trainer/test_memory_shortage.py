@@ -13,7 +13,7 @@ from lockstep.core import devices
 from lockstep.core.errors import MemoryShortage
 from lockstep.core.parallel import world as worlds
 from lockstep.core.parallel.precision import Precision
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.joining import Recorder
 from lockstep.trainer.trainer import Trainer
 from tests import own_tasks, rank_cases, runs
 from tests.python_device import NAME

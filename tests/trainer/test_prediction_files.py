@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import UsageError
-from lockstep.trainer.prediction_files import PredictionFiles, distinct_names
+from lockstep.trainer.predictions import PredictionFiles, distinct_names
 
 
 @pytest.mark.parametrize(

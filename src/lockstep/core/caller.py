@@ -71,7 +71,8 @@ def words(text: str, asker: str = "Trainer") -> str:
 
 def speaks_python(cls: type[T]) -> type[T]:
     """A class decorator: errors that leave a public method name arguments instead of options; see `words`."""
-    for name, value in list(vars(cls).items()):
+    members = {name: value for one in reversed(cls.__mro__[:-1]) for name, value in vars(one).items()}
+    for name, value in members.items():
         if callable(value) and not isinstance(value, type) and (not name.startswith("_") or name == "__init__"):
             setattr(cls, name, _translating(value, cls.__name__))
     return cls

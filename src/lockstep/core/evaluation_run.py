@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.core import evaluate as evaluation
 from lockstep.core import task_checks
-from lockstep.core.data.loader import is_default
+from lockstep.core.defaults import is_default
 from lockstep.core.evaluation_progress import EvaluationProgress
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lockstep.core.defaults import default
 from lockstep.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,12 +68,12 @@ class Presenter:
         """
         return None
 
+    @default
     def show(self, sample: Any) -> dict[str, Any]:
         """A raw sample as plain values by name. `lockstep predict` writes them next to the prediction."""
         return {}
 
-    show.default = show  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
-
+    @default
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
         """A text about an evaluation, for the log. An empty text is not logged.
 
@@ -83,8 +84,7 @@ class Presenter:
         """
         return ""
 
-    report.default = report  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
-
+    @default
     def picture(self, sample: Any, prepared: Any, output: Any) -> npt.NDArray[np.uint8] | None:
         """A sample as an image, with what can be drawn into it, such as true and predicted masks or boxes.
 
@@ -100,8 +100,6 @@ class Presenter:
             uint8 (height, width, 3), RGB. Small images are enlarged later.
         """
         return None
-
-    picture.default = picture  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def caption(self, sample: Any, prepared: Any, output: Any) -> str:
         """Up to three lines below an image, for the arguments of `picture`. By default: `prediction` and
@@ -121,6 +119,7 @@ class Presenter:
     """The largest longer side of an image on a sheet, in pixels. Larger images are reduced to it, and images of less
     than 160 pixels are enlarged, so that a text in them may be hard to read. Others are shown as they are."""
 
+    @default
     def mistakes(self, output: Any, batch: Any) -> Tensor | None:
         """The mistake in the output of each sample of an evaluation batch, such as its loss, or the number of missed
         and invented boxes.
@@ -137,8 +136,6 @@ class Presenter:
         """
         return None
 
-    mistakes.default = mistakes  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
-
     def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, npt.NDArray[np.uint8]]:
         """Images of the results of an evaluation by name, such as a precision-recall curve. None by default.
 
@@ -153,6 +150,7 @@ class Presenter:
         """
         return {}
 
+    @default
     def files(self, sample: Any, output: Any) -> Mapping[str, bytes]:
         """The files of one prediction, which `lockstep predict --out FOLDER` writes: masks, images with boxes.
 
@@ -168,8 +166,7 @@ class Presenter:
         """
         return {}
 
-    files.default = files  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
-
+    @default
     def rows(self, sample: Any, output: Any) -> list[dict[str, Any]]:
         """The rows of one prediction in files of CSV, JSON and JSON lines: any number of dicts of plain values.
 
@@ -182,8 +179,6 @@ class Presenter:
             output: the output of this sample.
         """
         return [{**self.describe(output)}]
-
-    rows.default = rows  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def class_names(self) -> Sequence[str]:
         """Names of the classes, for the image of a confusion matrix. Empty, the default: classes have numbers."""
@@ -201,6 +196,7 @@ class Presenter:
         """Lines about the data and the model, for the head of the log."""
         return []
 
+    @default
     def program(self, model: nn.Module) -> Program:
         """The program that `lockstep export` writes as `model.pt2`. torch runs it without the code of the model.
 
@@ -212,13 +208,12 @@ class Presenter:
         """
         raise NotImplementedError
 
-    program.default = program  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
-
     merged: bool = False
     """Whether `lockstep export --merge` asks for adapters merged into the weights."""
     step: int | None = None
     """The step of the checkpoint that is exported. None: it is not known."""
 
+    @default
     def export_weights(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
         """The file of weights in an export, and its tensors. By default all of the model, under their names.
 
@@ -232,8 +227,6 @@ class Presenter:
         if self.merged:
             raise UsageError("the model has no adapters", where="--merge", remedy="leave it out")
         return "model.safetensors", tensors
-
-    export_weights.default = export_weights  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
     def export(self, model: nn.Module, folder: Path) -> Sequence[str] | None:
         """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).

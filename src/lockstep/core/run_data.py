@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from lockstep.core import task_checks
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data import fingerprint, same_samples
+from lockstep.core.data.dataset import member_of
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import EvaluationPlan, Order, StepPlan
 from lockstep.core.data.randomness import restored_generators
@@ -169,7 +170,7 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
     Raises:
         DataError: the attribute is not an array of one number for each sample.
     """
-    lengths = getattr(data, "lengths", None)
+    lengths = member_of(data, "lengths")
     if lengths is None:
         return None
     found, expected = np.asarray(lengths), (len(data),)  # type: ignore[arg-type]
@@ -199,7 +200,7 @@ def agreed_fingerprint(
     # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
     with contextlib.nullcontext() if is_first else restored_generators(world.device):
         digests = fingerprint.digests(data, indices, in_worker)
-    own = fingerprint.of_digests(len(data), digests) | getattr(data, "content_digests", {})  # type: ignore[arg-type]
+    own = fingerprint.of_digests(len(data), digests) | member_of(data, "content_digests", {})  # type: ignore[arg-type]
     own |= {} if order is None else {"order": order.digest}
     if world.size == 1:
         return own, []

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.core import devices
+from lockstep.core.defaults import default, is_default
 from lockstep.core.errors import TrainingError, UsageError
 from lockstep.core.presenter import Presenter
 
@@ -122,13 +123,9 @@ class Task(abc.ABC):
     def train_data(self) -> Samples:
         """The raw training samples: a map-style data set (`len(data)` and `data[index]`).
 
-        The data set may have a method `where(index)`, which names the file of a sample in error messages, and an
-        attribute `lengths`, an array of sample lengths. An attribute `order` or `sample_weights` says which samples an
-        epoch draws: lockstep --explain sampling. With an attribute `check_first` that is true, its method
-        `check(index)` is called for all samples before a new run trains, on all ranks at the same time, each for its
-        share. It returns a remark for people or None, and raises DataError for a sample that cannot be used. If it
-        has an attribute `content_digests`, a dict of digests by what they are of (`training tokens`), they are saved
-        with each checkpoint, and a resumed run compares them.
+        It may have more members, such as `lengths`, `order` and `where`: lockstep --explain data_sets. With
+        `check_first` that is true, its method `check(index)` is called for all samples before a new run trains, on all
+        ranks at the same time, each for its share.
         """
 
     def eval_data(self) -> Samples | None:
@@ -137,6 +134,7 @@ class Task(abc.ABC):
 
     # ---- from a sample to a batch; these methods run in loader workers
 
+    @default
     def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
         """Turn a raw sample into an item for `collate`.
 
@@ -144,14 +142,12 @@ class Task(abc.ABC):
         """
         return sample
 
-    prepare.default = prepare  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
-
+    @default
     def collate(self, samples: list[Any]) -> Batch:
         """Turn a list of prepared samples into a batch."""
         return default_collate(samples)
 
-    collate.default = collate  # type: ignore[attr-defined]
-
+    @default
     def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
         """The number of units that the loss of this batch sums over (valid labels, tokens, pixels, boxes).
 
@@ -159,8 +155,6 @@ class Task(abc.ABC):
         None, the default, means that the unit is the sample.
         """
         return None
-
-    weight.default = weight  # type: ignore[attr-defined]
 
     # ---- how the model is split
 
@@ -176,6 +170,7 @@ class Task(abc.ABC):
 
     # ---- how the parameters learn
 
+    @default
     def optimizer(self, groups: list[dict[str, Any]]) -> Optimizer | None:
         """An optimizer of the task's own: any `torch.optim.Optimizer`. None, the default: the config's `optim.name`.
 
@@ -189,6 +184,7 @@ class Task(abc.ABC):
         """
         return None
 
+    @default
     def schedule(self, update: int) -> float:
         """The factor on all learning rates, as a pure function of the updates so far. By default, the config's
         `schedule.name` decides."""
@@ -207,6 +203,7 @@ class Task(abc.ABC):
         it is computed from, so that nothing is kept for a backward pass.
         """
 
+    @default
     def embed(self, model: nn.Module, batch: Batch) -> Any:
         """The outputs that the loss needs from all samples of the global batch, such as embeddings.
 
@@ -217,6 +214,7 @@ class Task(abc.ABC):
         """
         return batch
 
+    @default
     def predict(self, model: nn.Module, batch: Batch) -> Any:
         """The outputs for metrics and users: tensors with the batch as first dimension, or a dict, tuple or list of
         them."""
@@ -237,7 +235,7 @@ class Task(abc.ABC):
 
 def needs_global_batch(task: Task) -> bool:
     """True if the loss needs all samples of the global batch: the task has a method `embed`."""
-    return getattr(task.embed, "__func__", None) is not Task.embed
+    return not is_default(task.embed)
 
 
 def loss_of_batch(task: Task) -> Callable[[nn.Module, Batch], Any]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lockstep.core.data.dataset import forward
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import UsageError
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task, update_from_pair
@@ -173,7 +175,7 @@ def data(found: Any, where: str) -> Dataset[Any]:
             "(lockstep --explain shards)"
         )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
-    if getattr(found, "reads_forward", None) is True and where != "Task.train_data":
+    if forward(found) is not None and where != "Task.train_data":
         remedy = (
             "return a list of its samples: list(itertools.islice(samples, 1000)); or shards: lockstep --explain shards"
         )
@@ -207,4 +209,4 @@ def _describe(found: Any) -> str:
 
 def schedule(task: Task) -> Callable[[int], float] | None:
     """`Task.schedule`, if the task has this method."""
-    return None if getattr(task.schedule, "__func__", None) is Task.schedule else task.schedule
+    return None if is_default(task.schedule) else task.schedule

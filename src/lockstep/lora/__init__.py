@@ -1,1 +1,1 @@
-"""Models with mostly frozen weights, such as peft adapters: checkpoints without the frozen weights, and exports."""
+"""Models with few trainable parameters: checkpoints without frozen weights, exports of adapters."""

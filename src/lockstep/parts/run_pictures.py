@@ -16,8 +16,9 @@ import torch
 
 from lockstep.core import atomic, task_checks
 from lockstep.core.build import Run
-from lockstep.core.data.loader import is_default
+from lockstep.core.data.dataset import member_of
 from lockstep.core.data.randomness import restored_generators
+from lockstep.core.defaults import is_default
 from lockstep.core.evaluation_run import Findings, Viewer
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.worst import WorstSamples
@@ -144,7 +145,7 @@ class RunPictures(Viewer):
         if worst.problem:
             raise RuntimeError(worst.problem)
         read = evaluated.loader.read_apart([(found.index, 0) for found in worst.found])
-        where = getattr(evaluated.data, "where", lambda index: f"sample {index}")
+        where = member_of(evaluated.data, "where", lambda index: f"sample {index}")
         presenter = task_checks.presenter(self.task)
         shown = []
         for found in worst.found:

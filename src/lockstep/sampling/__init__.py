@@ -1,1 +1,2 @@
-"""Choose the samples of an epoch, if it does not use each sample once: by weights, by labels or with a custom order."""
+"""Which samples an epoch draws, unless it draws each once: weights, labels, an order of the data set. The core asks an
+`Order` (`core/data/order.py`)."""

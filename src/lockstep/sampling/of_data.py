@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.dataset import LABELS, member_of
 from lockstep.core.data.order import Order, StepPlan
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.checked import CheckedOrder
@@ -21,7 +22,7 @@ _ONE_ATTRIBUTE = (
     "give the training data one of `order`, `sample_weights` and data.balance; lockstep_recipes.Shards has an order: "
     "set `data.order = lockstep.WeightedSampler(weights)` instead, which does not read neighbouring samples together"
 )
-_LABELS = ("sample_labels", "labels", "targets")
+_ABSENT = object()
 
 
 def order_of(config: RunConfig, data: Any) -> Order | None:
@@ -34,7 +35,7 @@ def order_of(config: RunConfig, data: Any) -> Order | None:
     if isinstance(data, Stream):
         check_stream(config, data)
         return data.order
-    own, weights = getattr(data, "order", None), _weights_of(data)
+    own, weights = member_of(data, "order"), _weights_of(data)
     if own is None:
         _refuse_hidden_orders(data)
     balance, count = config.data.balance, config.data.samples_per_epoch
@@ -75,7 +76,7 @@ def lines(plan: StepPlan) -> list[str]:
 
 def _weights_of(data: Any) -> Any:
     """The attribute `sample_weights`, also of the data inside a `Subset` or a `ConcatDataset`. None: there is none."""
-    found = getattr(data, "sample_weights", None)
+    found = member_of(data, "sample_weights")
     if found is None and isinstance(data, Subset):
         inner = _weights_of(data.dataset)
         return None if inner is None else checked_weights(inner)[np.asarray(data.indices, dtype=np.int64)]
@@ -92,7 +93,7 @@ def _weights_of(data: Any) -> Any:
 def _refuse_hidden_orders(data: Any) -> None:
     inside = [data.dataset] if isinstance(data, Subset) else data.datasets if isinstance(data, ConcatDataset) else []
     for part in inside:
-        order = getattr(part, "order", None)
+        order = member_of(part, "order")
         if order is not None and not getattr(order, "is_permutation", False):
             what = (
                 f"the {type(part).__name__} inside a {type(data).__name__} has an `order`, which uses its own indices"
@@ -125,8 +126,8 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
     """
     if isinstance(data, Subset):
         return labels_of(data.dataset)[np.asarray(data.indices, dtype=np.int64)]
-    name = next((name for name in _LABELS if hasattr(data, name)), None)
-    found = getattr(data, name) if name is not None else None
+    name = next((name for name in LABELS if member_of(data, name, _ABSENT) is not _ABSENT), None)
+    found = member_of(data, name) if name is not None else None
     remedy = "set the attribute `labels` of the data set to an array of one label for each sample, or `sample_weights` "
     remedy += "to weights; data.balance is for data with one class for each sample"
     if found is None:

@@ -1,1 +1,1 @@
-"""Training data that can only be read sequentially."""
+"""Samples that are read one after the other, as data with positions; the Part that keeps the position."""

@@ -1,1 +1,1 @@
-"""`Trainer`, and what happens with a trained model: predictions and exports."""
+"""`Trainer`: composes a run from core, parts and task; predictions, exports, ranks that a script starts."""

@@ -21,10 +21,11 @@ from lockstep.configs.task_options import TaskOptions
 from lockstep.core import atomic, build, devices, joined_parts, loop, resume, run_data, run_model, training_run
 from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
-from lockstep.core.checkpoint import store
+from lockstep.core.checkpoint import room, store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
 from lockstep.core.data.cache_options import CacheOptions
+from lockstep.core.devices import backends
 from lockstep.core.errors import UsageError, exits_are_failures
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.held_folder import HeldFolder
@@ -47,17 +48,14 @@ from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.sampling import of_data
 from lockstep.streams import stream
 from lockstep.trainer import (
-    backends,
     foreign,
-    logs,
+    joining,
     memory_shortage,
-    room,
     run_directory,
-    run_parts,
     run_record,
     source_code,
 )
-from lockstep.trainer.recorder import Entries, Recorder
+from lockstep.trainer.joining import Entries, Recorder
 from lockstep.updates.arrange import arrange
 from lockstep.watch import evidence
 from lockstep.watch.part import Watch
@@ -163,7 +161,7 @@ def assemble(
         HeldFolder(setup.run_dir) as held,
     ):
         setup = replace(setup, config=config)
-        own_parts = [*run_parts.make(config.train.parts), *setup.parts, *foreign.parts(task)]
+        own_parts = [*joining.make_parts(config.train.parts), *setup.parts, *foreign.parts(task)]
         joined_parts.check(own_parts)
         task = foreign.configured(task, config) or make_task(config)
         messages = run_record.check_source(setup.run_dir, task, config, world, setup.allow_change)
@@ -172,7 +170,7 @@ def assemble(
         run.messages += [*preflight.lines(findings), *messages, *foreign.notes(task)]
         git = run_record.git_commit(config, world)
         with (
-            logs.opened(run, git, quiet=setup.quiet),
+            joining.opened(run, git, quiet=setup.quiet),
             memory_shortage.noted(setup.run_dir, config, world, run.plan),
         ):
             recorders = [recorder] if recorder is not None else []
@@ -296,7 +294,7 @@ def joined(config: RunConfig, run_dir: Path) -> Iterator[World]:
         stack.enter_context(_deterministic(is_deterministic))
         stack.enter_context(equal_bits.one_thread(world))
         check_supported(config.precision, world.device)
-        stack.enter_context(backends.chosen(compute))
+        stack.enter_context(backends.chosen(compute.matmul_precision, compute.cudnn_benchmark, compute.sdpa_backends))
         if compute.numa_binding:
             stack.enter_context(devices.of(world.device).near_cpus(compute.numa_binding))
         if compute.memory_snapshot:

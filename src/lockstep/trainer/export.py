@@ -1,18 +1,136 @@
-"""Exports weights for use without Lockstep, as safetensors."""
+"""Exports of a trained model: weights as safetensors, a program for torch, the source of a user's task."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lockstep.core import atomic
+import lockstep
+from lockstep.core import atomic, caller, task_checks
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.parallel.sharded_tensor import gather_on_rank0
+from lockstep.core.presenter import Presenter
+from lockstep.core.program import Computed, Program, without_program, write_program
+from lockstep.core.task import Task
+from lockstep.lora import exports
+from lockstep.lora.frozen import BASE
+from lockstep.trainer.trained_model import TrainedModel
 
 _STAGING = ".staging-export-"
+_SOURCE = "source"
+_SAMPLES = 2  # torch takes a size of 0 or 1 for a size that never changes
+
+
+def write(used: TrainedModel, folder: Path, *, program: bool, merge: bool, force: bool) -> Path:
+    """See `Trainer.export`."""
+    model, task, world, setup = used.load().unwrapped.model, used.task, used.world, used.setup
+    about = {"lockstep": lockstep.__version__, "run": setup.config.name}
+    # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
+    held = model.state_dict()
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
+    presenter, warnings = task.presenter(task), list[str]()
+    presenter.merged, presenter.step = merge, used.loaded_step
+    left_out = sorted(held.keys() - tensors.keys())
+    if left_out and is_default(presenter.export_weights) and not exports.is_peft(model):
+        warnings.append(
+            f"the file holds tensors only. It leaves out what get_extra_state returned: {', '.join(left_out)}. "
+            "lockstep export --optimizer writes all"
+        )
+
+    def add_files(staging: Path) -> None:
+        warnings.extend(presenter.export(model, staging) or ())
+        _write_adapter_config(presenter, model, staging)
+        _copy_source(setup.run_dir, staging)
+        if program:
+            warnings.extend(_write_program(task, presenter, held | whole, staging))
+
+    def write() -> Path:
+        name, weights = _weights_of(task, presenter, model, held | whole)
+        return export_weights(weights, folder, about, add_files, name, force=force)
+
+    file = world.on_rank0(write)
+    for text in [] if setup.quiet else warnings:
+        print(f"warning: {caller.words(text)}", file=sys.stderr)
+    return file
+
+
+def _copy_source(run_dir: Path, folder: Path) -> None:
+    """Copy the source of the user's task, if the run directory has it, into the folder of an export."""
+    if (run_dir / _SOURCE).is_dir():
+        shutil.copytree(run_dir / _SOURCE, folder / _SOURCE, dirs_exist_ok=True)
+
+
+def _write_program(task: Task, presenter: Presenter, state: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write the program of the trained model.
+
+    It is made of a new model on the CPU with the exported weights. So it is the same for every strategy, device,
+    precision, memory format and compilation.
+
+    Args:
+        state: of the model: whole tensors in host memory, and what its modules' `get_extra_state` return.
+        folder: of the export.
+
+    Returns:
+        warnings: why there is no program.
+    """
+    if not presenter.has_program:
+        return []
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = task_checks.model(task)
+        model.load_state_dict(dict(state))
+        model.eval()
+        program = _of_predict(task, model) if is_default(presenter.program) else presenter.program(model)
+    except Exception as error:  # of the user's code, which may need data that is not here
+        return [without_program(error)]
+    return write_program(program, folder)
+
+
+def _weights_of(task: Task, presenter: Presenter, model: nn.Module, state: Mapping[str, Any]) -> tuple[str, Any]:
+    """The file of weights and its tensors: those of the presenter; by default only adapters of peft, or merged.
+
+    Args:
+        state: see `_write_program`.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not is_default(presenter.export_weights) or not (exports.is_peft(model) or BASE in model._modules):
+        return presenter.export_weights(model, tensors)
+    if exports.is_peft(model) and not presenter.merged:
+        return exports.ADAPTER_FILE, exports.adapters(model, tensors)
+    whole = task_checks.model(task)
+    whole.load_state_dict(dict(state))
+    if exports.is_peft(model):
+        return "model.safetensors", exports.merged(whole)
+    delattr(whole, BASE)
+    return presenter.export_weights(whole, whole.state_dict())
+
+
+def _write_adapter_config(presenter: Presenter, model: nn.Module, folder: Path) -> None:
+    """Write the config that peft reads next to adapters, or that transformers reads next to merged weights."""
+    if is_default(presenter.export_weights) and exports.is_peft(model):
+        (exports.write_config_of_base if presenter.merged else exports.write_config)(model, folder)
+
+
+def _of_predict(task: Task, model: nn.Module) -> Program:
+    """`Task.predict` for batches like that of the first samples of the data."""
+    data: Any = task.eval_data()
+    if data is None or len(data) == 0:
+        data = task.train_data()
+    samples = [task.prepare(data[index], 0, False) for index in range(min(_SAMPLES, len(data)))]
+
+    def compute(model: nn.Module, batch: Any) -> Any:
+        return task.predict(model, batch)
+
+    return Program(Computed(compute, model), {"batch": task.collate(samples)})
 
 
 def export_weights(

@@ -25,6 +25,7 @@ from lockstep.core.errors import LockstepError, Preempted, UsageError, described
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
     from lockstep.core.task import Task
+    from lockstep.trainer.assemble import Setup
 
 _OUTPUT, _TRAINING, _RESULTS = "output.txt", "training.pickle", "results.json"
 _LOOK_EVERY_S = 0.1
@@ -89,15 +90,14 @@ def ranks_of(nproc: str, where: str = "--nproc") -> int:
 
 
 def fit(
-    config: RunConfig,
+    setup: Setup,
     task: Task | None,
     *,
     main: Callable[[Sequence[str]], None],
     nproc: int | str,
     max_restarts: int,
-    **options: Any,
 ) -> dict[str, float]:
-    """Train as `Trainer(config, **options).fit(task)` would, on ranks that this process starts. Wait for their end.
+    """Train as `Trainer.fit(task)` would, on ranks that this process starts. Wait for their end.
 
     What the ranks print is printed here. Environment variables and signal handlers are as before afterwards.
 
@@ -105,7 +105,6 @@ def fit(
         main: the main function of a rank. It calls `run_rank` with its arguments.
         nproc: the number of ranks; `auto`: a rank for each GPU.
         max_restarts: how often the ranks are started again after one was killed or has crashed.
-        options: arguments of `Trainer`.
 
     Returns:
         the last logged value of each name.
@@ -123,16 +122,17 @@ def fit(
             remedy="leave nproc out under torchrun, which starts the ranks",
         )
     ranks = ranks_of(str(nproc), "fit(nproc=...)")
+    options = {name: getattr(setup, name) for name in ("run_dir", "fresh", "allow_change", "quiet", "parts")}
     from lockstep.launch import launcher
     from lockstep.parts import live_line
 
     with shortages.temporary_folder("lockstep-fit-") as folder, _as_it_was():
         is_terminal = sys.stdout.isatty() and sys.stdout is sys.__stdout__  # which no notebook has captured
-        _write_training(folder, config, task, options, prints_to_file=not is_terminal)
+        _write_training(folder, setup.config, task, options, prints_to_file=not is_terminal)
         if "ipykernel" in sys.modules and not is_terminal:
             os.environ[live_line.VARIABLE] = "1"
         sys.stdout.flush()
-        launcher.prepare(ranks, modules=modules_of(config))
+        launcher.prepare(ranks, modules=modules_of(setup.config))
         with contextlib.nullcontext() if is_terminal else _shown(folder / _OUTPUT):
             launcher.launch([str(folder)], ranks, max_restarts, main=main, ends_process=False)
         results: dict[str, float] = json.loads((folder / _RESULTS).read_text())

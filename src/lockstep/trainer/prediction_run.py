@@ -1,33 +1,29 @@
-"""The parts of a prediction besides the model: its samples and their places, and the makers of rows and files."""
+"""Predictions in a form for people: their samples and the places of these, rows, files."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import Subset
 
 from lockstep.core import evaluate, run_data, task_checks
-from lockstep.core.data.loader import is_default
+from lockstep.core.data.dataset import member_of
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import DataError, UsageError
+from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Task
-from lockstep.trainer.prediction_files import PredictionFiles, distinct_names
+from lockstep.trainer import assemble, memory_shortage
+from lockstep.trainer.predictions import PredictionFiles, distinct_names
+from lockstep.trainer.trained_model import TrainedModel
 
 Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The samples that a user asks for."""
-
-    inputs: Sequence[str]
-    """Read by the task. Empty: evaluation samples."""
-    samples: int
-    """Number of evaluation samples, from the first."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def read_samples(task: Task, presenter: Presenter, world: World, inputs: Sequenc
     if len(set(counts)) > 1:
         what = f"the ranks found {', '.join(map(str, counts))} samples in the same inputs"
         raise DataError(what, where="INPUT", remedy="wait until no process changes these files, and start again")
-    where = getattr(data, "where", lambda index: inputs[index] if found == len(inputs) else index)
+    where = member_of(data, "where", lambda index: inputs[index] if found == len(inputs) else index)
     return PredictedSamples(data, where, is_input=True)
 
 
@@ -116,3 +112,51 @@ class RowsAndFiles:
         if self.shows:
             head |= task_checks.row(presenter.show(sample), "Presenter.show")
         return [head | task_checks.row(presenter.describe(output), "Presenter.describe")]
+
+
+def predict_rows(
+    used: TrainedModel,
+    add: Callable[[list[dict[str, Any]], bool], None],
+    inputs: Sequence[str],
+    samples: int,
+    *,
+    on_error: Literal["raise", "skip"] | None,
+    begin: Callable[[int], None],
+    by_row: bool,
+    folder: Path | None,
+) -> None:
+    """See `Trainer.predict_rows`."""
+    world = used.world
+    if used.setup.kept.is_dir():
+        assemble.set_up(used.setup, used.task, world, trained=True)
+    presenter = task_checks.presenter(used.task)
+    found = read_samples(used.task, presenter, world, inputs, samples)
+    if world.rank == 0 and found.is_input and not used.setup.quiet:
+        for note in member_of(found.data, "notes", ()):
+            print(f"note: {note}", file=sys.stderr)
+    strategy, config = used.load(), used.setup.config
+    if on_error is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
+    micro_batch = memory_shortage.fitting(used.setup.run_dir, config, world).evaluation
+    evaluated = run_data.evaluation_data(config, used.task, world, found.data, micro_batch=micro_batch)
+    if world.rank == 0:
+        begin(len(found.data))
+    with (
+        memory_shortage.noted(used.setup.run_dir, config, world, begins_again=False),  # rows may be written already
+        strategy.inference() as forward,
+    ):
+        outputs = evaluate.predict_each(
+            used.task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=world,
+            precision=Precision(config.precision, world.device),
+            finish=RowsAndFiles(presenter, found, by_row=by_row, folder=folder),
+        )
+        with contextlib.closing(outputs):
+            for index, rows in outputs:
+                if isinstance(rows, evaluate.Unreadable):
+                    add([found.head(index) | {"error": rows.what}], False)
+                else:
+                    add(rows, True)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.configs import config_file
 from lockstep.core import caller, evaluate, loop, optimizer_class, run_data
-from lockstep.core.data.loader import is_default
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.buffers import restored_state

@@ -1,1 +1,1 @@
-"""Proof while a training runs: checks that all ranks compute the same, and verdicts on silent data corruption."""
+"""Proof while a run trains: checks of all ranks, experiments and verdicts, replays of steps in this process."""

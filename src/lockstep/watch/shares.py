@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lockstep.core.build import Run
+from lockstep.core.data.dataset import name_of
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import split_for_rank
 from lockstep.core.step import SAMPLES
@@ -56,7 +57,6 @@ def samples(run: Run, like: MicroBatch) -> list[StepShare]:
     """
     drawn, epoch = run.plan.drawn(run.state.step)
     world, data = run.world, run.batches.loader.micro_batches.data
-    where = getattr(data, "where", None)
     first, by = (0, 1) if run.state.strategy.is_sharded else (world.rank, world.size)
     # All ranks make equally many passes, because the first of them are collectives: some samples are computed twice.
     chosen = [min(place, len(drawn) - 1) for place in range(first, -(-len(drawn) // by) * by, by)]
@@ -68,8 +68,7 @@ def samples(run: Run, like: MicroBatch) -> list[StepShare]:
             (plan,) = split_for_rank(drawn[place : place + 1], epoch, 1, 1, 0)
             (index,) = plan.indices
             micro_batch = read(run.batches.loader.micro_batches, plan, like, world.device)
-            name = str(where(index)) if where else f"{type(data).__name__}[{index}]"
-            found[place] = _part(run, name, micro_batch, world.rank, 0)
+            found[place] = _part(run, name_of(data, index), micro_batch, world.rank, 0)
     finally:
         run.state.forward.train(training)
     gathered: list[dict[int, StepShare]] = world.broadcast(world.gather(found))

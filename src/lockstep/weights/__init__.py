@@ -1,1 +1,1 @@
-"""Initial weights of a run: from safetensors files, `torch.save` files, and other runs."""
+"""Initial weights from other sources, `train.init_from`: safetensors files, `torch.save` files, other runs."""

@@ -16,11 +16,10 @@ from lockstep import Trainer
 from lockstep.cli import allocator
 from lockstep.core.blocks import compile_modules
 from lockstep.core.config.sections import ComputeConfig
-from lockstep.core.devices import cuda, memory_history
+from lockstep.core.devices import backends, cuda, memory_history
 from lockstep.core.errors import MemoryShortage, UsageError
 from lockstep.core.optim import OptimConfig, build_optimizer
 from lockstep.core.parallel.strategy import Forward
-from lockstep.trainer import backends
 from tests import own_tasks, runs
 from tests.core.devices.test_python_device import train
 from tests.ranks import run_on_python_device, run_ranks
@@ -64,7 +63,7 @@ def test_switches_are_as_before_after_an_error():
     before = switches()
 
     def fail():
-        with backends.chosen(ComputeConfig(matmul_precision="medium", sdpa_backends=["math"])):
+        with backends.chosen("medium", False, ["math"]):
             assert switches()[0] == "medium"
             raise ZeroDivisionError
 

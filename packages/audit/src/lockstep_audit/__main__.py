@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from lockstep_audit import words
+from lockstep_audit import this_process, words
 from lockstep_audit.judge import USAGE, AuditVerdict, judge_here
 from lockstep_audit.observe import boot, places
 from lockstep_audit.observe.recorder import recorder
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
 
     def report(status: int) -> int:
         """The exit code of the first rank, which writes the report. A script that failed keeps its own code."""
-        if os.environ.get("RANK", "0") != "0" or JUDGED_OUTSIDE in os.environ:
+        if this_process.rank() or JUDGED_OUTSIDE in os.environ:
             return status
         recorder.end()
         verdict = judge_here(folder, settings or Settings())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep_audit import __version__, words
+from lockstep_audit import __version__, this_process, words
 from lockstep_audit.errors import AuditUsageError
 from lockstep_audit.findings import Rule
 from lockstep_audit.judge import CLEAN, USAGE, judge
@@ -86,7 +85,7 @@ def _run(options: argparse.Namespace, target: list[str]) -> int:
     if options.read is not None:
         return judge(options.read, settings).exit_code
     how = {"folder": options.folder, "every": options.every, "patience": options.patience, "probe": options.probe}
-    if "RANK" in os.environ:  # under a launcher of the user's
+    if this_process.is_rank():  # under a launcher of the user's
         from lockstep_audit.__main__ import main as run_here
 
         given = [f"--every={options.every}", f"--patience={options.patience}", *["--no-probe"] * (not options.probe)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from lockstep.core.data.dataset import member_of
 from lockstep.core.errors import DataError
 from lockstep.core.parallel.world import World
 
@@ -16,8 +17,8 @@ _SHOWN = 8
 def check_data(data: Dataset[Any], world: World) -> list[str]:
     """Call `check(index)` of a data set for all samples, each sample on one rank.
 
-    Data are checked if they have an attribute `check_first` that is true; see `Task.train_data`. A sample is a sign of
-    life, so the check may take as long as it needs.
+    Data are checked if their `check_first` is true; see `OptionalMembers`. A sample is a sign of life, so the check may
+    take as long as it needs.
 
     Returns:
         the first remarks of all ranks, on every rank.
@@ -25,7 +26,7 @@ def check_data(data: Dataset[Any], world: World) -> list[str]:
     Raises:
         DataError: samples cannot be used. All ranks raise the same error, which names all samples.
     """
-    if not getattr(data, "check_first", False):
+    if not member_of(data, "check_first"):
         return []
     found: list[tuple[int, str | DataError]] = []
     checked: Any = data

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data.dataset import forward
 from lockstep.core.data.handover import Failure, packed
 from lockstep.core.errors import LockstepError
 
@@ -32,8 +33,9 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
 
 def looked_at(data: Any) -> list[int]:
     """The indices of the first, the middle and the last sample; of a stream, the first ones."""
-    if getattr(data, "reads_forward", None) is True:
-        return list(data.compared)
+    stream = forward(data)
+    if stream is not None:
+        return list(stream.compared)
     return sorted({0, (len(data) - 1) // 2, len(data) - 1}) if len(data) else []
 
 

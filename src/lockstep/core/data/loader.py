@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data.dataset import forward, member_of, name_of
 from lockstep.core.data.device_copies import Copy, DeviceCopies
 from lockstep.core.data.handover import Failure
 from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
@@ -23,6 +24,7 @@ from lockstep.core.data.randomness import SampleSeeding, restored_generators, se
 from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.core.data.tensors import pinned
 from lockstep.core.data.workers import Plans
+from lockstep.core.defaults import is_default
 from lockstep.core.errors import DataError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
@@ -40,16 +42,6 @@ class SampleTask(Protocol):
     def prepare(self, sample: Any, epoch: int, training: bool) -> Any: ...
     def collate(self, samples: list[Any]) -> Any: ...
     def weight(self, batch: Any) -> Any: ...
-
-
-def is_default(method: Callable[..., Any]) -> bool:
-    """True if a bound method of a task is the method of `Task` itself.
-
-    The functions of `Task` have an attribute `default` that holds the function. A mark that is just True would not do:
-    decorators copy attributes to the function that they return.
-    """
-    function = getattr(method, "__func__", None)
-    return function is not None and getattr(function, "default", None) is function
 
 
 @dataclass
@@ -133,9 +125,9 @@ class MicroBatches(Dataset[MicroBatch]):
         # Bound methods are compared: methods may be set on the object, and a wrapper may pass on those of another task.
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
-        self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
+        self.read_many = None if self.prepares else member_of(data, "__getitems__")
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
-        self.stream: Any = data if getattr(data, "reads_forward", None) is True else None  # see `streams.Stream`
+        self.stream = forward(data)
 
     @property
     def made_by(self) -> str:
@@ -206,7 +198,7 @@ class MicroBatches(Dataset[MicroBatch]):
                 samples.append(self.task.prepare(sample, plan.epoch, self.training) if self.prepares else sample)
                 read.append((index, word))
             except Exception as raised:
-                error = error_of_sample(index, raised, where=self._name(index), method=method)
+                error = error_of_sample(index, raised, where=name_of(self.data, index), method=method)
                 if self.on_error == "raise" or not isinstance(error, DataError):
                     raise error from raised
                 bad.append((index, f"{error.where}: {error.what}"))  # the remedy would advise to leave the sample out
@@ -241,14 +233,9 @@ class MicroBatches(Dataset[MicroBatch]):
                 continue
         raise DataError(
             f"none of {_SUBSTITUTES} samples in a row can be read",
-            where=self._name(plan.indices[0]),
+            where=name_of(self.data, plan.indices[0]),
             remedy="data.on_error=skip is for single bad samples; check the path and format of the data",
         )
-
-    def _name(self, index: int) -> str:
-        """The file of a sample, if the data set has a method `where`; else its index."""
-        where = getattr(self.data, "where", None)
-        return str(where(index)) if where else f"{type(self.data).__name__}[{index}]"
 
 
 class Loader:
@@ -295,10 +282,11 @@ class Loader:
             LockstepError: a sample cannot be read, the task failed to prepare it, or a worker was killed again and
                 again without a micro-batch in between.
         """
+        stream = self.micro_batches.stream
         for micro_batch in self._by_workers(plans) if self.workers else self._read_here(plans):
             micro_batch.copy = None if self.copies.changes_nothing else self.copies.begin
-            if micro_batch.places:
-                self.micro_batches.stream.passed(micro_batch.places)
+            if stream is not None and micro_batch.places:
+                stream.passed(micro_batch.places)
             yield micro_batch
             micro_batch.let_go()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.core import this_process
 from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.handover import Failure, packed
 from lockstep.core.data.order import MicroBatchPlan
@@ -121,7 +122,7 @@ def after(plans: Plans, done: int) -> Iterable[MicroBatchPlan]:
 
 def print_warning(text: str) -> None:
     """Print `text` and the rank to stderr."""
-    print(f"[rank {os.environ.get('RANK', 0)}] {text}", file=sys.stderr, flush=True)
+    print(f"[rank {this_process.rank()}] {text}", file=sys.stderr, flush=True)
 
 
 def as_it_is(value: Any) -> Any:

@@ -9,6 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
+from lockstep.core import this_process
 from lockstep.core.parallel.launched import FOLDER, write
 
 _parent = os.getppid()
@@ -61,7 +62,7 @@ def own() -> Heartbeat:
     if folder is None:
         heartbeat = Heartbeat()
     else:
-        path = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
+        path = Path(folder, f"rank-{this_process.rank()}")
         write(path, bytes(ctypes.sizeof(Heartbeat)))
         with path.open("r+b") as file:
             heartbeat = Heartbeat.from_buffer(mmap.mmap(file.fileno(), 0))

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.core import shortages
+from lockstep.core import shortages, this_process
 from lockstep.core.errors import LockstepError, Preempted, RankError, WatchError
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
@@ -89,7 +89,7 @@ def report_failure(error: BaseException, text: str) -> None:
         )
         unfinished.rename(path)
     except OSError as fault:  # the exit code says the rest
-        tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(this could not be reported to the launcher: {fault})")
+        tell(f"[rank {this_process.rank()}] {text}\n(this could not be reported to the launcher: {fault})")
 
 
 def _is_from_outside(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep_audit import this_process
 from lockstep_audit.events import EventWriter, forget_signals, path_of
 from lockstep_audit.observe import places
 
@@ -87,8 +88,8 @@ class EventRecorder:
 
     def find_rank(self) -> None:
         """Take the rank from the environment, unless this is a child of a rank."""
-        if "RANK" in os.environ and not is_child():
-            self.adopt(int(os.environ["RANK"]))
+        if this_process.is_rank() and not is_child():
+            self.adopt(this_process.rank())
 
     def adopt(self, rank: int) -> None:
         """Write events as this rank from now on. Another process of the same rank may have been first."""

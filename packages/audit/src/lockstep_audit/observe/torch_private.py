@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep_audit import this_process
 from lockstep_audit.observe import (
     calls,
     communication,
@@ -273,9 +274,8 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
 
 
 def _start() -> dict[str, Any]:
-    environment = os.environ
-    event: dict[str, Any] = {"world_size": int(environment.get("WORLD_SIZE", "1"))}
-    event |= {"local_rank": int(environment.get("LOCAL_RANK", "0")), "pid": os.getpid(), "host": os.uname().nodename}
+    event: dict[str, Any] = {"world_size": this_process.ranks(), "local_rank": this_process.local_rank()}
+    event |= {"pid": os.getpid(), "host": os.uname().nodename}
     event |= {"script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else None, "argv": sys.argv[1:]}
     event |= {"torch": torch.__version__, "python": sys.version.split()[0], "every": recorder.every}
     event |= {"is_child": is_child()}

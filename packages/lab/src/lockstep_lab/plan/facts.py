@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.core import optimizer_class, run_data, run_model, shortages, task_checks
 from lockstep.core.blocks import recompute_activations
+from lockstep.core.data.dataset import member_of
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.data.tensors import map_tensors
 from lockstep.core.errors import UsageError
@@ -108,7 +109,7 @@ def facts_of(
         samples=length if has_data else None,
         **_of_config(config),
         data=("samples of the training data" if has_data else "made-up samples")
-        + (", the longest" if getattr(data, "lengths", None) is not None else ""),
+        + (", the longest" if member_of(data, "lengths") is not None else ""),
         notes=[*built.notes, *dict.fromkeys(notes)],
     )
 
@@ -141,7 +142,7 @@ def _quiet() -> Iterator[None]:
 
 def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
     """A micro-batch: the longest samples, if lengths are known, else the first samples of the training."""
-    lengths = getattr(data, "lengths", None)
+    lengths = member_of(data, "lengths")
     if lengths is not None:
         order = sorted(range(len(data)), key=lambda index: -float(lengths[index]))[:samples]
     else:

@@ -1,1 +1,1 @@
-"""Values of keys that suit a training: a range test of learning rates, the largest micro-batch, sweeps."""
+"""Values that suit a training: a range test of learning rates, the largest micro-batch, sweeps."""

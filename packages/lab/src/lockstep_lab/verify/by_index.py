@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from lockstep.core.data.dataset import forward
 from lockstep.core.task import Task
 from lockstep.trainer.trainer import Trainer
 
@@ -43,4 +44,4 @@ def task_of(trainer: Trainer) -> Task:
 
 def _by_index(train_data: Callable[[], Any]) -> Any:
     data = train_data()
-    return FirstSamples(data) if getattr(data, "reads_forward", None) is True else data
+    return data if forward(data) is None else FirstSamples(data)

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.core import task_checks
-from lockstep.core.data.loader import is_default
+from lockstep.core.data.dataset import member_of, name_of
+from lockstep.core.defaults import is_default
 from lockstep.core.task import Metrics, Task, loss_of_batch, needs_global_batch
 from lockstep_lab.verify.draws import set_of_part
 from lockstep_lab.verify.generators import disturb, states
@@ -262,10 +263,10 @@ class _Subset(Dataset[Any]):
 
     def __init__(self, data: Any, indices: Sequence[int]) -> None:
         self.data, self.indices = data, indices
-        lengths = getattr(data, "lengths", None)
+        lengths = member_of(data, "lengths")
         self.lengths = None if lengths is None else np.asarray(lengths)[list(indices)]
         set_of_part(self, data, indices)
-        if hasattr(data, "__getitems__"):
+        if member_of(data, "__getitems__") is not None:
             self.__getitems__ = self._get_many
 
     def __len__(self) -> int:
@@ -279,8 +280,7 @@ class _Subset(Dataset[Any]):
 
     def where(self, index: int) -> str:
         """The name of a sample, for error messages."""
-        where = getattr(self.data, "where", None)
-        return str(where(self.indices[index])) if where else f"{type(self.data).__name__}[{self.indices[index]}]"
+        return name_of(self.data, self.indices[index])
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class _Prepared(Dataset[Any]):
 
     def __init__(self, task: ComparableTask, data: Any) -> None:
         self.samples = read(task, data, range(len(data)), epoch=0, training=True, seed=0, skip=True)
-        self.lengths = getattr(data, "lengths", None) if len(self.samples) == len(data) else None
+        self.lengths = member_of(data, "lengths") if len(self.samples) == len(data) else None
         set_of_part(self, data, range(len(self.samples)))
 
     def __len__(self) -> int:
@@ -316,7 +316,7 @@ def _subset(data: Any, count: int | None) -> Dataset[Any]:
     indices = [number * length // count for number in range(count)]
     if type(data) is TensorDataset:
         part = TensorDataset(*(tensor[indices] for tensor in data.tensors))
-        lengths = getattr(data, "lengths", None)
+        lengths = member_of(data, "lengths")
         if lengths is not None:
             part.lengths = np.asarray(lengths)[indices]  # type: ignore[attr-defined]
         set_of_part(part, data, indices)

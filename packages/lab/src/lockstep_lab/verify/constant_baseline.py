@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.core import task_checks
+from lockstep.core.defaults import is_default
 from lockstep.core.parallel.world import join_world
 from lockstep.core.run_model import seed_everything
 from lockstep.core.task import Task
@@ -80,7 +81,7 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return ConstantBaseline(obstacle="there is no evaluation data", no_data=True)
-        baseline = ConstantBaseline(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict)
+        baseline = ConstantBaseline(no_predict=is_default(task.task.predict))
         baseline.untrained = evaluate_model(task, model, config, world.device)
         try:
             constant = FreeOutputs(model, constant=True)

@@ -10,25 +10,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.core.data.dataset import Member, member_of
 from lockstep_lab.verify.reference.order import positions_of_step
 from lockstep_lab.verify.reference.sampling import draws_of, of_each
 
-OF_EACH_SAMPLE = ("sample_weights", "sample_labels", "labels", "targets")
+_ABSENT = object()
+OF_EACH_SAMPLE: tuple[Member, ...] = ("sample_weights", "sample_labels", "labels", "targets")
 """Attributes of a data set that have a value for each sample."""
 
 
-def of_part(data: Any, name: str, indices: Sequence[int]) -> Any:
+def of_part(data: Any, name: Member, indices: Sequence[int]) -> Any:
     """An attribute of a data set for its samples `indices`: of `OF_EACH_SAMPLE`, or `order`.
 
     Raises:
         AttributeError: the data set has no such attribute, or the attribute is not per sample.
     """
-    if name == "order":
-        value = getattr(data, name)
+    value = member_of(data, name, _ABSENT)
+    if name == "order" and value is not _ABSENT:
         is_order = isinstance(getattr(value, "length", None), int)
         return _OrderOfPart(value, len(data), len(indices)) if is_order else value
-    values = of_each(data, name)
-    if values is None and hasattr(data, name):  # `sample_labels = None` means that there are no labels
+    values = None if name == "order" else of_each(data, name)
+    if values is None and value is None:  # `sample_labels = None` means that there are no labels
         return None
     if values is None or values.shape[:1] != (len(data),):
         raise AttributeError(name)
@@ -37,7 +39,8 @@ def of_part(data: Any, name: str, indices: Sequence[int]) -> Any:
 
 def set_of_part(part: Any, data: Any, indices: Sequence[int]) -> None:
     """Give a part of a data set the attributes that define which samples are drawn."""
-    for name in ("order", *OF_EACH_SAMPLE):
+    names: tuple[Member, ...] = ("order", *OF_EACH_SAMPLE)
+    for name in names:
         with contextlib.suppress(AttributeError):
             setattr(part, name, of_part(data, name, indices))
 
@@ -65,7 +68,7 @@ def planned(data: Any, config: Mapping[str, Any], steps: int) -> list[list[int]]
         "seed": config["seed"],
         "drop_last": config["data"]["drop_last"],
         "group_by_length": config["data"]["group_by_length"],
-        "lengths": getattr(data, "lengths", None),
+        "lengths": member_of(data, "lengths"),
         "index": draws.index_at,
     }
     found = [positions_of_step(step, **rule) for step in range(steps)]

@@ -16,6 +16,7 @@ from lockstep.core.build import Run
 from lockstep.core.built_in import Inside
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators
+from lockstep.core.defaults import is_default
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
 from lockstep.core.parameter_names import names_of_parameters
@@ -25,7 +26,7 @@ from lockstep.parts import replicas
 from lockstep.parts.digest import Digest, digest_of_batch
 from lockstep.parts.operations import Results
 from lockstep.parts.replicas import StateDigests
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.joining import Recorder
 from lockstep_lab.verify.comparable_task import ComparableTask
 from lockstep_lab.verify.generators import disturb
 from lockstep_lab.verify.reference.data import EVERY_HEAD, numbers
@@ -243,9 +244,7 @@ class TrainingRecorder(Recorder):
             if p.requires_grad
         }
         recording.names = names_of_parameters(model)
-        recording.own_rates = (
-            state.schedule.own is not None or getattr(self.task.optimizer, "__func__", None) is not Task.optimizer
-        )
+        recording.own_rates = state.schedule.own is not None or not is_default(self.task.optimizer)
         recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
 
     def _before_step(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:

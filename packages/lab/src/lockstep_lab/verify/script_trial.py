@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core import devices
+from lockstep.core.data.dataset import forward
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
@@ -183,7 +184,7 @@ class ScriptTrial(user_trial.LoopTrial):
         recording.strategy = config.parallel.strategy
         recording.is_sharded = run.state.strategy.is_sharded
         data: Any = loop._task.train_data()
-        if getattr(data, "reads_forward", None) is not True:
+        if forward(data) is None:
             length = len(data)
             indices = sorted({number * length // _SAMPLES for number in range(_SAMPLES)}) if length else []
             with restored_generators(world.device):

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lockstep.core import task_checks
+from lockstep.core.data.dataset import member_of
 from lockstep.core.foreign_task import Keys, refused
 
 KEPT = frozenset(
@@ -55,9 +56,9 @@ class Marked(Dataset[Any]):
 
     def __init__(self, data: Any, *, validates: bool = False, **attributes: Any) -> None:
         self.data, self.validates, self.at_once = data, validates, reads_at_once(data)
-        for name in ("lengths", "where"):
-            if hasattr(data, name):
-                setattr(self, name, getattr(data, name))
+        self.lengths = member_of(data, "lengths")
+        if (where := member_of(data, "where")) is not None:
+            self.where = where
         vars(self).update(attributes)
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ def reads_at_once(data: Any) -> bool:
     """True if a data set returns samples only through `__getitems__`, the batched access that torch's DataLoader
     calls."""
     by_index = getattr(type(data), "__getitem__", None)
-    return by_index in (None, Dataset.__getitem__) and hasattr(data, "__getitems__")
+    return by_index in (None, Dataset.__getitem__) and member_of(data, "__getitems__") is not None
 
 
 @dataclass

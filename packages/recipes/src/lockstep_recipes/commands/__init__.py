@@ -1,1 +1,1 @@
-"""Commands of `lockstep` that this package declares as entry points."""
+"""The commands of this package."""

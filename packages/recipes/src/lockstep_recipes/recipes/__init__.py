@@ -1,1 +1,1 @@
-"""Recipes: YAML files for tasks, and the embedded data."""
+"""YAML files for tasks, and the embedded data."""

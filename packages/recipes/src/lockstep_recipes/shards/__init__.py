@@ -1,1 +1,2 @@
-"""Samples in shards: local or remote files with a known number of samples."""
+"""Samples in shards, local or remote: how they are found, counted, read by block, ordered and written. `formats/` has a
+file for each format."""

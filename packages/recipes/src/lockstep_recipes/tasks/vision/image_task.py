@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.data.cache_options import CacheOptions
+from lockstep.core.data.dataset import member_of
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.kept import KeptTask
@@ -74,7 +75,7 @@ class ImageTask(KeptTask):
         try:
             yield
         except DataError as error:
-            where = getattr(self._train, "where", str)(index)
+            where = member_of(self._train, "where", str)(index)
             raise DataError(f"the partner for {purpose}: {error.what}", where=where, remedy=error.remedy) from error
 
     # ---- the model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.data.dataset import member_of
 from lockstep.core.program import Program
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.readers.labels import count_labels
@@ -113,7 +114,7 @@ class ClassificationPresenter(ImagePresenter):
         records = getattr(data, "records", data)
         counts = count_labels(classes, records.labels)
         lines = [f"{name}: {len(data):,} images", f"  by class: {confusion.listed(counts)}"]
-        lines += [f"  {note}" for note in getattr(records, "notes", ())]
+        lines += [f"  {note}" for note in member_of(records, "notes", ())]
         cache = getattr(data, "cache", None)
         lines += [] if cache is None else [f"  {cache.summary()}"]
         absent = [label for label, count in counts.items() if not count]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from lockstep.core.data.dataset import member_of
 from lockstep_recipes.tasks.vision.images.geometry import Region
 from lockstep_recipes.tasks.vision.use_images import windows_along
 
@@ -88,7 +89,7 @@ class Windows(Dataset[Window]):
         """The file of a window's image, and the position of the window in it."""
         number, place = self._place(index)
         top, left, height, width = self.tiles[number][place].window
-        where = getattr(self.pictures, "where", str)(number)
+        where = member_of(self.pictures, "where", str)(number)
         return f"{where}, window of {height} x {width} pixels at row {top}, column {left}"
 
     def _place(self, index: int) -> tuple[int, int]:

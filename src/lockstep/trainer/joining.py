@@ -1,17 +1,48 @@
-"""The writers of a training, with the first and the last lines of the log."""
+"""What joins a training: the Parts and writers that its config names, with the first and last lines of the log."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.core import task_checks
+from lockstep.core import plugins, task_checks
 from lockstep.core.build import Run
+from lockstep.core.built_in import BuiltInPart
 from lockstep.core.config.sections import training_keys
-from lockstep.core.writer import RunInfo
+from lockstep.core.errors import UsageError
+from lockstep.core.part import Part
+from lockstep.core.writer import RunInfo, Writer
 from lockstep.parts import factory
 from lockstep.parts.model_summary import idle_ranks_warning, model_summary, warm_up_warning
+
+GROUP = "lockstep.parts"  # of entry points
+
+
+def make_parts(entries: Sequence[str | Mapping[str, Any]]) -> list[Part]:
+    """The Parts that a config names, in their order.
+
+    Args:
+        entries: each an entry point of the group `lockstep.parts` or FILE.py:Class; or a mapping with such a `kind`
+            and the arguments of the class.
+
+    Raises:
+        UsageError: there is no such Part, or its class does not take these arguments.
+    """
+    parts = []
+    for entry in entries:
+        arguments = {} if isinstance(entry, str) else dict(entry)
+        name = entry if isinstance(entry, str) else str(arguments.pop("kind"))
+        kind = plugins.named_class(name, Part, group=GROUP, key="train.parts")
+        try:
+            parts.append(kind(**arguments))
+        except Exception as error:
+            raise UsageError(
+                f"{kind.__name__} cannot be made: {type(error).__name__}: {error}",
+                where=f"train.parts: {name}",
+                remedy="give the arguments of its constructor next to `kind`: {kind: FILE.py:Class, ARGUMENT: VALUE}",
+            ) from error
+    return parts
 
 
 @contextlib.contextmanager
@@ -59,3 +90,29 @@ def open_writers(run: Run, git: Mapping[str, Any] | None, *, quiet: bool) -> Non
     warning += idle_ranks_warning(config.batch.global_ or 1, world.replicas)
     for text in (*([header] if isinstance(header, str) else header), *summary, *run.messages, *warning):
         run.tell(text)
+
+
+class Recorder(BuiltInPart):
+    """Records a training on every rank, and leaves no trace in it: a Part that gets the entries of the log, too."""
+
+    def join(self, run: Run) -> None:
+        """Learn which run it is, before it begins."""
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        """Take an entry of the log; see `Writer.record`."""
+
+    def close(self) -> None:
+        """The training has ended, or has failed."""
+
+
+class Entries(Writer):
+    """Gives a recorder the entries of the log."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.recorder.record(entry)
+
+    def close(self) -> None:
+        self.recorder.close()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from lockstep.core.config.sections import ComputeConfig
 
 _ATTENTION = {  # names in torch.nn.attention.SDPBackend
     "flash": "FLASH_ATTENTION",
@@ -20,13 +16,12 @@ _ATTENTION = {  # names in torch.nn.attention.SDPBackend
 
 
 @contextlib.contextmanager
-def chosen(compute: ComputeConfig) -> Iterator[None]:
-    """Inside, torch computes as the config says. Afterwards the switches are as before.
+def chosen(precision: str | None, cudnn_benchmark: bool, attention: Sequence[str] | None) -> Iterator[None]:
+    """Inside, torch computes as the arguments say. Afterwards the switches are as before.
 
-    A switch without a value in the config stays as it is. TF32 in convolutions is off with
-    `matmul_precision` highest, and on with the others.
+    A switch without a value stays as it is. TF32 in convolutions is off with the precision `highest`, and on with the
+    others. For the arguments, see `compute.matmul_precision`, `cudnn_benchmark` and `sdpa_backends` of the config.
     """
-    precision, attention = compute.matmul_precision, compute.sdpa_backends
     with contextlib.ExitStack() as stack:
         if precision is not None:
             cudnn = torch.backends.cudnn
@@ -34,7 +29,7 @@ def chosen(compute: ComputeConfig) -> Iterator[None]:
             stack.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
             torch.set_float32_matmul_precision(precision)
             cudnn.allow_tf32 = precision != "highest"
-        if compute.cudnn_benchmark:
+        if cudnn_benchmark:
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = True
         if attention is not None:
