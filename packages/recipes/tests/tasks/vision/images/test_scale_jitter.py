@@ -117,6 +117,7 @@ def test_image_mask_and_boxes_move_alike():
         assert rows(result.image).is_contiguous()
 
 
+@pytest.mark.cases("size1-1.0")
 @pytest.mark.parametrize("factor", mainly([0.5, 1.0], [0.5, 1.0, 2.0]))
 @pytest.mark.parametrize("size", [(48, 64), (64, 64), (40, 100)])
 def test_pixels_are_those_of_pil_at_the_drawn_scale(factor, size):
@@ -144,6 +145,7 @@ def test_pixels_are_those_of_pil_at_the_drawn_scale(factor, size):
     assert (len(places) > 1) == (whole != size)
 
 
+@pytest.mark.exhaustive  # as test_objects_keep_the_sizes_of_the_whole_frame
 def test_scales_and_places_are_uniform():
     sizes, shares = [], []
     for seed in range(600):
