@@ -17,6 +17,7 @@ from lockstep.trainer import user_exit
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.exhaustive  # test_the_loop_of_the_page_learns runs such a loop
 def test_both_examples_learn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("plain", "with_lockstep"):

@@ -301,6 +301,7 @@ def _losses_of(folder):
     return Trainer(settings_, run_dir=folder, quiet=True).evaluate(Task("Nested"))["loss"]
 
 
+@pytest.mark.exhaustive  # one rank does so above
 def test_nested_values_of_get_extra_state_are_resumed_with_every_strategy_and_on_other_ranks(tmp_path):
     for strategy in ("ddp", "fsdp"):
         whole, halved = run_ranks(2, _on_two_ranks, str(tmp_path), "Nested", strategy, 3)[0]

@@ -454,6 +454,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.exhaustive  # as test_compiling_changes_no_name_and_no_result
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
 @pytest.mark.parametrize(
     ("kind", "recomputes"),

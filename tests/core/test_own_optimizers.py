@@ -66,6 +66,7 @@ def test_the_rate_of_the_task_counts_unless_the_config_sets_a_rate(tmp_path):
     assert base_rates(groups=[{"name": "biases", "match": ["*.bias"], "lr": 0.03}]) == {0.01, 0.03}
 
 
+@pytest.mark.cases("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_optimizer_of_the_task_trains_as_in_a_plain_loop_on_any_number_of_ranks(ranks):
     settings = runs.config(optim={"name": "AdamW", "lr": 0.01}, batch={"global": 24, "micro": 3})
@@ -201,6 +202,7 @@ def fit_masked(settings, run_dir=None):
     return runs.fit(own_tasks.Masked(), settings, run_dir)[0]
 
 
+@pytest.mark.cases("3")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_two_optimizers_train_as_in_a_plain_loop(ranks):
     settings = several(clip_norm=0.5) | {"batch": {"global": 24, "micro": 3}}
@@ -286,6 +288,7 @@ class Halving:
         self.schedule.step()
 
 
+@pytest.mark.cases("tests.optimizer_cases:halves")
 @pytest.mark.parametrize("name", [f"{FILE}:halves", "tests.optimizer_cases:halves", None])
 def test_a_schedule_of_the_users_gives_the_rates_of_a_plain_loop(name):
     task = own_tasks.Masked() if name else optimizer_cases.OwnSchedule()

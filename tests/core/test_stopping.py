@@ -45,6 +45,7 @@ def test_the_evaluation_at_which_a_training_ends(changes, results, count):
     assert ends_after(rule, results) == count
 
 
+@pytest.mark.exhaustive  # as test_the_evaluation_at_which_a_training_ends
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=False, width=16), max_size=30), st.integers(1, 5))
 def test_a_training_ends_after_as_many_evaluations_without_a_new_best_as_its_patience(results, patience):
@@ -106,6 +107,7 @@ def steps_saved(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.exhaustive  # as test_a_training_that_goes_on_after_a_break_ends_at_the_same_evaluation
 def test_a_training_ends_and_saves_where_its_evaluations_get_no_better(tmp_path):
     _, results = fit(tmp_path)
     assert results["eval/loss"] == 3.0

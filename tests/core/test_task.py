@@ -160,6 +160,7 @@ def error_on_rank(kind, strategy, folder):
     return ""
 
 
+@pytest.mark.cases("fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_compare_the_outputs_together(tmp_path, strategy):
     assert run_ranks(2, error_on_rank, LossWithOutput, strategy, tmp_path / "same") == ["", ""]
@@ -198,6 +199,7 @@ def test_metrics_that_are_updated_wrongly_are_told_of_the_class_that_helps(tmp_p
     assert "return lockstep.Metrics(metrics, update)" in caught.value.remedy
 
 
+@pytest.mark.exhaustive  # as test_an_output_that_cannot_be_compared_is_left_alone
 def test_an_output_beside_the_loss_spares_predict_and_changes_nothing(tmp_path):
     settings = runs.config(train={"steps": 4, "eval_every_steps": 2})
     weights, results = runs.fit(own_tasks.Classes(), settings, tmp_path / "apart")[:2]

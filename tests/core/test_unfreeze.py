@@ -71,7 +71,7 @@ STAGES = st.lists(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=80)
+@settings(derandomize=True, database=None, deadline=None, max_examples=25)
 @given(
     STAGES,
     st.lists(st.integers(0, 8), min_size=1, max_size=6),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lockstep.parts.plain import dumps, plain
 
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 Pair = collections.namedtuple("Pair", "a b")
 
 

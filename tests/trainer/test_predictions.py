@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.core.errors import UsageError
 from lockstep.trainer import predictions
 
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('",\n\r'), max_size=6)
 ROW = st.fixed_dictionaries(
     {

@@ -30,6 +30,7 @@ def audit(script, *options, python=sys.executable, **variables):
     return subprocess.run(command, env=environment(**variables), **run)
 
 
+@pytest.mark.exhaustive  # test_house.py checks its imports, test_doors.py its findings
 def test_a_fault_is_named_with_its_line_where_only_torch_is_installed(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PRELUDE + LINES["LS101"][0] + END)

@@ -53,7 +53,7 @@ def of_dtype(dtype, shape):
 # ---- who writes what
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@settings(derandomize=True, database=None, deadline=None, max_examples=20)
 @given(st.lists(st.integers(0, 2**40), max_size=40), st.integers(1, 9))
 def test_every_tensor_has_one_owner_and_loads_differ_by_at_most_the_largest(sizes, world):
     found = files.owners(sizes, world)

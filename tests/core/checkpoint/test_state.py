@@ -75,6 +75,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.cases("AdamW-amsgrad", "Adam-foreach", "SGD-momentum", "Adafactor", "RMSprop")
 @pytest.mark.parametrize(
     ("kind", "arguments"), OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else ",".join(value)
 )

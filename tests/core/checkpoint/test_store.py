@@ -21,7 +21,7 @@ from lockstep.core.errors import CheckpointError
 from tests.core.checkpoint import cases
 from tests.core.checkpoint.cases import ALONE, commit, steps
 
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=30)
 
 
 class Killed(BaseException):

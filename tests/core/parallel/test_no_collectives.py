@@ -44,6 +44,7 @@ def failure(kind, strategy):
     return None
 
 
+@pytest.mark.cases("TensorParallel-fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["Scattering", "TensorParallel"])
 def test_a_collective_in_the_model_is_named_with_its_line(kind, strategy):

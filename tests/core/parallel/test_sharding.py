@@ -98,6 +98,7 @@ def test_attributes_are_kept(built):
     assert all(answers["tagged"]["tags"] == ["kept", "kept too"] for answers in built)
 
 
+@pytest.mark.cases("keeps dict")
 @pytest.mark.parametrize(
     "name",
     [
@@ -136,6 +137,7 @@ MESHES = {
 }
 
 
+@pytest.mark.cases("3", "2x2")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rows_and_what_is_spread_like_them_fit_together(mesh):
     world, options = MESHES[mesh]
@@ -144,6 +146,7 @@ def test_rows_and_what_is_spread_like_them_fit_together(mesh):
         assert {name: checks for name, checks in answers.items() if not all(checks)} == {}
 
 
+@pytest.mark.cases("3", "2x2")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_writers_write_every_row_of_every_tensor_once(mesh, tmp_path):
     world, options = MESHES[mesh]
@@ -163,6 +166,7 @@ def test_writers_write_every_row_of_every_tensor_once(mesh, tmp_path):
 # ---- norms
 
 
+@pytest.mark.cases("3", "2x2")
 @pytest.mark.parametrize("mesh", mainly(["3", "2x2"], ["2", "3", "2x2"]))
 def test_norm_and_clipping_are_those_of_plain_torch(mesh):
     world, options = MESHES[mesh]
@@ -282,6 +286,7 @@ def test_optimizer_that_cannot_be_sharded_is_an_error_before_training():
         assert "optim.name" in str(error)
 
 
+@pytest.mark.exhaustive  # as test_an_overflow_in_one_ranks_shard_skips_the_step_on_all_ranks
 def test_a_process_may_join_again_whatever_groups_it_made_before():
     """torch numbers its groups, and keeps meshes with these numbers in its cache of operations on sharded tensors."""
     for found in run_ranks(2, sharding_cases.stay_again, [4, 0, 2]):

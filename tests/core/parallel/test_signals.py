@@ -269,6 +269,7 @@ def let_time_pass(process):
     assert process.stdout.readline() == "what comes now is another request\n"
 
 
+@pytest.mark.cases("2")
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)])
 def test_second_signal_ends_the_process_at_once(child, first, second):
     process = child()
@@ -284,6 +285,7 @@ def test_second_signal_ends_the_process_at_once(child, first, second):
     assert errors.strip() == "stopped at once, without saving; the same command resumes from the newest checkpoint"
 
 
+@pytest.mark.cases("True")
 @pytest.mark.parametrize("dead", [False, True])
 def test_sigterm_after_a_rank_died_ends_the_others(child, tmp_path, dead):
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -339,6 +341,7 @@ command.main()
 """
 
 
+@pytest.mark.cases("None-2")
 @pytest.mark.parametrize("number", ASKING)
 @pytest.mark.parametrize("rank", [None, "0"])
 def test_signal_while_the_command_line_is_imported_is_understood(child, number, rank):

@@ -40,6 +40,7 @@ def simulated(size):
     return values, depths
 
 
+@pytest.mark.cases("4")
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 12, 64, 511, 512, 513])
 def test_every_rank_has_the_same_bits_of_the_sum_after_few_messages(size):
     values, depths = simulated(size)
@@ -99,6 +100,7 @@ def sums_of_steps(kind):
     return steps[1:]
 
 
+@pytest.mark.cases("weighted")
 @pytest.mark.parametrize(("kind", "sums"), [("plain", 0), ("weighted", 1)])
 def test_a_step_sums_once_on_the_host_and_not_at_all_where_the_plan_knows_its_units(kind, sums):
     assert run_ranks(2, sums_of_steps, kind) == [[sums] * 4] * 2

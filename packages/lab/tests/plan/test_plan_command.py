@@ -80,6 +80,7 @@ def test_recipes_without_data_are_planned_with_made_up_samples(recipe):
     assert facts.notes[0] == command.assumption(config.task)
 
 
+@pytest.mark.exhaustive  # as the test above; the options are tested below
 def test_what_is_known_of_data_that_are_not_here_can_be_said():
     known = command.MadeUp(classes=30, samples=1000)
     of_ten, of_thirty = (

@@ -38,6 +38,7 @@ def of_samples(model, batch):
     return ((losses * batch["mask"]).sum(1) / batch["mask"].sum(1)).mean()
 
 
+@pytest.mark.cases("of_shifted")
 @pytest.mark.parametrize(("loss", "kind"), [(of_labels, "labels"), (of_shifted, "shifted"), (of_samples, "samples")])
 def test_the_units_of_a_new_model_are_found(loss, kind):
     model, fits, count = new_model(), units.Fits(), 0

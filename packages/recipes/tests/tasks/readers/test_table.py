@@ -13,7 +13,7 @@ from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.readers.table import Source
 
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 COLUMNS = {"text": ['one, "two"', "drei\nvier \N{SNOWMAN}", "\N{BYTE ORDER MARK}five"], "label": ["a", "b", "a"]}
 TABLE = [tuple(COLUMNS), *zip(*COLUMNS.values(), strict=True)]
 ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in TABLE[1:]]

@@ -18,7 +18,7 @@ from lockstep_recipes.tasks.text import data as module
 from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
 from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
 
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 WORDS = [
     "the",
     "cat",

@@ -155,6 +155,7 @@ def test_a_single_class_is_an_error(tmp_path):
 # ---- mixing
 
 
+@pytest.mark.cases("options0")
 @pytest.mark.parametrize("options", [{"mixup_alpha": 0.8}, {"cutmix_alpha": 1.0}])
 def test_mixing_takes_images_and_labels_in_the_same_shares(folder, options):
     """Images of a single level, so that the share can be read from the mixed image."""
@@ -229,6 +230,7 @@ def plain_loss(task, model, batch, smoothing, weights=None):
     return loss, float((one_hot * (1 if weights is None else weights)).sum())
 
 
+@pytest.mark.cases("weights1-mixing0", "weights1-mixing2")
 @pytest.mark.parametrize("smoothing", mainly([0.1], [0.0, 0.1]))
 @pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.8}, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}])
 @pytest.mark.parametrize("weights", [None, {"red": 3.0, "blue": 0.5}])

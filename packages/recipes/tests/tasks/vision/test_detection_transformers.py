@@ -71,6 +71,7 @@ def mean_loss(models, model, images, targets):
     return sum(models.coefficients()[head] * mean for head, mean in means.items()), means
 
 
+@pytest.mark.cases("detr-uneven", "rt_detr-uneven")
 @pytest.mark.parametrize("counts", [EQUAL, UNEVEN], ids=["equal", "uneven"])
 @pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_loss_of_one_batch_is_that_of_transformers(architecture, counts):
@@ -90,6 +91,7 @@ def test_loss_of_one_batch_is_that_of_transformers(architecture, counts):
         assert (one - other).norm() <= 1e-10 * max(float(other.norm()), 1e-6), name
 
 
+@pytest.mark.cases("detr", "rt_detr")
 @pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_loss_in_evaluation_is_that_of_transformers(architecture):
     models, model = made(architecture)
@@ -116,6 +118,7 @@ def test_loss_with_denoised_boxes_is_that_of_transformers(architecture):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
 
 
+@pytest.mark.cases("detr", "rt_detr")
 @pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_batch_without_boxes_has_a_gradient_of_every_parameter(architecture):
     sizes = {"num_denoising": 8} if "num_denoising" in SIZES[architecture] else {}

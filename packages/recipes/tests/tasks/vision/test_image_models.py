@@ -48,6 +48,7 @@ def options_for(architecture, image_size=None):
     return {"scratch": scratch, "image_size": image_size or several}
 
 
+@pytest.mark.exhaustive  # the tests of exports train such models
 @pytest.mark.parametrize("architecture", mainly(["vit"], SCRATCH))
 def test_new_models_of_transformers_take_every_size_and_train(folder, tmp_path, architecture):
     settings = runs.config(

@@ -62,6 +62,7 @@ def test_weights_are_standardized_so_neither_their_scale_nor_their_mean_matters(
     assert convolution(images).shape == (2, 4, 8, 8)
 
 
+@pytest.mark.cases("sides3")
 @pytest.mark.parametrize(
     ("sides", "expected"),
     [([500, 300, 400], 48), ([28, 28, 28], 32), ([35, 200, 39], 40), ([8], 32), ([500] * 9 + [32] * 400, 32)],
@@ -121,6 +122,7 @@ def test_small_pictures_are_shifted_and_photographs_cropped_and_mixed(tmp_path, 
     assert [line.endswith(said) for line in lines] == [True] * asked
 
 
+@pytest.mark.cases("65")
 @pytest.mark.parametrize(("side", "kind"), [(64, ConvNet4), (65, ResNet9)])
 def test_the_pictures_decide_the_network(tmp_path, side, kind):
     folder = folder_of(tmp_path / "pictures", [side] * 4)

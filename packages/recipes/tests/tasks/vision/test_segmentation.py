@@ -328,6 +328,7 @@ def test_ranks_and_accumulation_change_nothing(folder, options, world, micro):
         assert runs.difference(weights, reference) < 1e-10
 
 
+@pytest.mark.cases("options1")
 @pytest.mark.parametrize("world", mainly([3], [2, 3]))
 @pytest.mark.parametrize("options", [{}, ALL_LOSSES | {"eval_window": 24}])
 def test_metrics_are_identical_on_any_number_of_ranks(folder, options, world):
@@ -506,6 +507,7 @@ OWN_VALUES = {
 }
 
 
+@pytest.mark.cases("palette", "colours")
 @pytest.mark.parametrize("kind", OWN_VALUES)
 def test_predicted_masks_have_the_values_of_the_training_masks(tmp_path, kind):
     """And the export says them."""

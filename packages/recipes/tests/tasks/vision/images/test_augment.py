@@ -76,6 +76,7 @@ def test_options_that_cannot_be_meant_are_errors(keys, message):
 # ---- training
 
 
+@pytest.mark.cases("keys2-size1-3")
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("size", mainly([(24, 40)], [17, (24, 40), 64]))
 @pytest.mark.parametrize("keys", [{}, PLAIN, {"crop": "shift"}, EVERYTHING, {"trivialaugment": True}])
@@ -92,6 +93,7 @@ def test_results_have_the_size_and_the_memory_of_a_batch(keys, size, channels):
     np.testing.assert_array_equal(pixels, colours(50, 70)[..., :channels])
 
 
+@pytest.mark.cases("keys0")
 @pytest.mark.parametrize("keys", [{}, {"crop": "shift"}, EVERYTHING, {"trivialaugment": True}])
 def test_pictures_depend_on_torchs_generator_alone(keys):
     import random
@@ -118,6 +120,7 @@ GEOMETRY = [
 ]
 
 
+@pytest.mark.cases("keys0")
 @pytest.mark.parametrize("keys", GEOMETRY)
 def test_mask_and_image_move_alike(keys):
     """Also under colour operations: the rectangle has other colours than the rest, or the image has one colour."""
@@ -135,6 +138,7 @@ def test_mask_and_image_move_alike(keys):
             assert wrong.sum() <= 0.1 * len(inside), (seed, apart)
 
 
+@pytest.mark.cases("keys1")
 @pytest.mark.parametrize("keys", [*GEOMETRY[:2], {"scale": [0.3, 1]}])
 def test_boxes_and_mask_move_alike(keys):
     for seed in range(60):
@@ -144,6 +148,7 @@ def test_boxes_and_mask_move_alike(keys):
             assert result.box_indices.tolist() == [0]
 
 
+@pytest.mark.cases("keys1")
 @pytest.mark.parametrize("keys", [{"randaugment": {"magnitude": 20}}, {"trivialaugment": True}])
 def test_boxes_contain_the_mask(keys):
     for seed in range(60):

@@ -216,6 +216,7 @@ for index in range(5000):
 """
 
 
+@pytest.mark.exhaustive  # as test_a_process_is_killed_in_the_middle_of_a_write
 def test_a_process_is_killed_at_any_instant(folder):
     root = str(ROOT)
     with subprocess.Popen(

@@ -69,6 +69,7 @@ def test_masks_are_resized_as_pil_does():
         assert moved.dtype == torch.int64
 
 
+@pytest.mark.cases("bilinear")
 @pytest.mark.parametrize("interpolation", FILTERS)
 def test_resize_crop_is_resize_and_crop(interpolation):
     draw = np.random.default_rng(1)

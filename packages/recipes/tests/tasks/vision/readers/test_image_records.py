@@ -154,6 +154,7 @@ def test_splits_of_a_saved_folder(tmp_path):
     fault(f"{tmp_path}/saved:dev", "no split 'dev'", "train, validation, test")
 
 
+@pytest.mark.cases("False")
 @pytest.mark.parametrize("typed", [True, False])
 def test_parquet_that_holds_the_pictures(tmp_path, typed):
     import pyarrow
