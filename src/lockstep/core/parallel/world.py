@@ -26,7 +26,7 @@ from lockstep.core.parallel import device_errors, heartbeat, torch_internals, tr
 from lockstep.core.parallel.failure import FailureBoard
 from lockstep.core.parallel.heartbeat import Heartbeat
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
-from lockstep.core.parallel.nodes import NodeGroup, Nodes, exchange, group_of, own_name
+from lockstep.core.parallel.nodes import NodeGroup, Nodes, group_of, own_key, own_name
 from lockstep.core.parallel.rendezvous import store_of_ranks
 
 T = TypeVar("T")
@@ -94,7 +94,9 @@ class World:
     @functools.cached_property
     def nodes(self) -> Nodes:
         """Which ranks share a node. The first use is a collective: all ranks make it at the same place."""
-        return exchange(self)
+        found: list[tuple[str, str, str]] = self.broadcast(self.gather((own_key(), own_name(), str(self.device))))
+        keys, names, devices = zip(*found, strict=True)
+        return Nodes(keys, names, devices)
 
     @functools.cached_property
     def node_group(self) -> NodeGroup | None:
@@ -102,7 +104,11 @@ class World:
 
         The first use is a collective: all ranks make it at the same place.
         """
-        found = group_of(self)
+        nodes = self.nodes
+        # A rank that waits here for a failed rank learns of the failure. Within `new_group`, it would wait while it
+        # holds the interpreter's lock.
+        self.all_sum([0.0])
+        found = group_of(nodes, self.rank, self.heartbeat)
         retire([found.group] if found else [])
         return found
 

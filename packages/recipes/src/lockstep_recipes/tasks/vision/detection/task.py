@@ -21,8 +21,9 @@ from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Dete
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
+from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.detection.views import View, in_image, views
-from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
+from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
 from lockstep_recipes.tasks.vision.images.mosaic import draw_others, mosaic
@@ -52,7 +53,7 @@ class DetectionAbout(ImageTaskMetadata):
 
 
 @final
-class Detection(ImageTask):
+class Detection(DetectionTask):
     """Each image has any number of boxes with classes. The metrics are COCO's, by pycocotools.
 
     A batch is a dict. An image has one view, or several if it is split into tiles for an evaluation:
