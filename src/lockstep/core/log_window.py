@@ -144,7 +144,7 @@ class LogWindow:
         *here, window_s = self._times()
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
-        sums_here = [_total(values) if self.world.speaks else 0.0 for values in sums.values()]
+        sums_here = [_total(values) if self.world.is_group_leader else 0.0 for values in sums.values()]
         has_metrics = self.metrics is not None and self.metrics.has_news()
         packed = [float(fault is not None), float(len(unreadable)), window_s]
         reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])

@@ -87,7 +87,7 @@ class World:
         return self.size // self.tensor
 
     @property
-    def speaks(self) -> bool:
+    def is_group_leader(self) -> bool:
         """True if this rank is the first of its tensor group, which counts what all of the group know alike."""
         return self.rank % self.tensor == 0
 
@@ -120,7 +120,7 @@ class World:
 
     def sum_once(self, values: Sequence[float]) -> list[float]:
         """As `all_sum`, of figures that belong to samples: each tensor group counts once."""
-        return self.all_sum(values if self.speaks else [0.0] * len(values))
+        return self.all_sum(values if self.is_group_leader else [0.0] * len(values))
 
     def all_max(self, value: int) -> int:
         """The largest of `value` over all ranks."""
@@ -147,7 +147,7 @@ class World:
 
     def gather_once(self, value: Any) -> list[Any] | None:
         """As `gather`, of what belongs to samples: the `value` of the first rank of each tensor group."""
-        found = self.gather(value if self.speaks else None)
+        found = self.gather(value if self.is_group_leader else None)
         return None if found is None else found[:: self.tensor]
 
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:

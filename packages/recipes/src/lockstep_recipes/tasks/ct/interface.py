@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from lockstep_recipes.tasks.ct.features import SliceRows
 from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
 from lockstep_recipes.tasks.ct.volumes.windows import HounsfieldWindow
-from lockstep_recipes.tasks.kept import KeptTask
+from lockstep_recipes.tasks.metadata import MetadataTask
 
 
 @dataclass
@@ -32,11 +31,11 @@ class Prepared:
     """The cached features. None: `slices` contains all slices."""
 
 
-class VolumeRiskTask(KeptTask):
+class VolumeRiskTask(MetadataTask):
     """A task with questions about volumes."""
 
     options: VolumeRiskOptions
-    windows: Sequence[HounsfieldWindow]
+    windows: tuple[HounsfieldWindow, ...]
     """The Hounsfield window of each channel."""
 
     @property

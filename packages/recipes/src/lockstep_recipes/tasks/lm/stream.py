@@ -21,7 +21,7 @@ def is_prompt(argument: str) -> bool:
     return argument != "-" and not names_file
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Has a tokenizer of Hugging Face."""
 
     @property
@@ -39,7 +39,7 @@ class TextStream:
         task: has the tokenizer, at the latest when the model starts to write.
     """
 
-    def __init__(self, task: Decoder) -> None:
+    def __init__(self, task: TokenDecoder) -> None:
         self.task = task
 
     def write(self, model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, **options: Any) -> Tensor:

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
-from lockstep_recipes.tasks.kept import keep
 from lockstep_recipes.tasks.lm import attention, losses, models, tokens, writing
 from lockstep_recipes.tasks.lm.answers import is_match, number_in
 from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PackedRows, PaddedRows, Prompt, Row
@@ -22,6 +21,7 @@ from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.lm.presenter import LmPresenter
 from lockstep_recipes.tasks.lm.tokens import DocumentTokens
 from lockstep_recipes.tasks.lora.presenter import LoraPresenter
+from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
-from lockstep_recipes.tasks.kept import keep
+from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, split
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import hugging_face

@@ -39,6 +39,10 @@ class ClassificationTask(ImageTask):
         """A sentence about the images that are held back for evaluation. None: none should be held back."""
         raise NotImplementedError
 
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Probabilities by class: (samples, classes)."""
+        raise NotImplementedError
+
 
 class ClassificationPresenter(ImagePresenter):
     """Presents the most probable classes, and results by class. INPUT arguments are images and folders of images."""

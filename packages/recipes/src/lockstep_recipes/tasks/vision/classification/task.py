@@ -39,7 +39,7 @@ _DIGITS_SIZE = 8
 
 
 @dataclass(frozen=True)
-class ClassificationAbout(ImageTaskMetadata):
+class ClassificationMetadata(ImageTaskMetadata):
     """What the task stores with the run. `counts` are numbers of samples."""
 
     side: int | None = None
@@ -63,7 +63,7 @@ class Classification(ClassificationTask):
 
     presenter = ClassificationPresenter
     kept = "classification.json"
-    about_type = ClassificationAbout
+    about_type = ClassificationMetadata
 
     def __init__(
         self, options: ClassificationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None

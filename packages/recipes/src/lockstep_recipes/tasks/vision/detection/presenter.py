@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.core.program import Program
 from lockstep.drawing import diagrams, drawing
-from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.detection import program
 from lockstep_recipes.tasks.vision.detection.matching import Matched, match
 from lockstep_recipes.tasks.vision.detection.program import DetectionTask
@@ -212,7 +212,7 @@ class DetectionPresenter(ImagePresenter):
         lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in self.task.classes))
         if data.cache is not None:
             lines.append(f"  {data.cache.summary()}")
-        lines += [f"  {line}" for line in doubles.of_boxes(data.annotations)]
+        lines += [f"  {line}" for line in duplicates.of_boxes(data.annotations)]
         return lines + [f"  {note}" for note in data.notes]
 
     def of_evaluation(self) -> list[str]:

@@ -45,7 +45,7 @@ _VIEWS = 8  # tiles to process at a time, if a batch has more tiles than this an
 
 
 @dataclass(frozen=True)
-class DetectionAbout(ImageTaskMetadata):
+class DetectionMetadata(ImageTaskMetadata):
     """What the task stores with the run. `counts` are numbers of boxes."""
 
     category_ids: list[int]
@@ -82,7 +82,7 @@ class Detection(DetectionTask):
 
     presenter = DetectionPresenter
     kept = "detection.json"
-    about_type = DetectionAbout
+    about_type = DetectionMetadata
 
     def __init__(
         self, options: DetectionOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.core.program import Program
 from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.readers.doubles import SplitImages
+from lockstep_recipes.tasks.readers.duplicates import SplitImages
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.image_program import program_of_images
 from lockstep_recipes.tasks.vision.image_task import ImageTask

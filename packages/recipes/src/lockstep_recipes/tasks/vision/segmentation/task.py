@@ -42,7 +42,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class SegmentationAbout(ImageTaskMetadata):
+class SegmentationMetadata(ImageTaskMetadata):
     """What the task stores with the run. `counts` are pixels of the counted masks: see `MaskedImages.check`."""
 
     colors: list[list[int]]
@@ -78,7 +78,7 @@ class Segmentation(SegmentationTask):
 
     presenter = SegmentationPresenter
     kept = "segmentation.json"
-    about_type = SegmentationAbout
+    about_type = SegmentationMetadata
 
     def __init__(
         self, options: SegmentationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
