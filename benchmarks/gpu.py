@@ -265,7 +265,8 @@ class Ours:
         """Seconds that training waits for a checkpoint, seconds until it is written, and its bytes."""
         from lockstep.core.checkpoint.retention import CheckpointConfig
         from lockstep.core.checkpoint.saver import Saver
-        from lockstep.core.parallel.signals import StopConsensus, StopFlag
+        from lockstep.core.parallel.signals import StopFlag
+        from lockstep.core.parallel.stop_consensus import StopConsensus
         from lockstep.core.resume import RunKeeper
         from lockstep.core.training_run import join_parts
 

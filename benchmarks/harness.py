@@ -67,7 +67,8 @@ def made_steps(run: Any, batches: Iterable[Any], *, stop: int) -> dict[str, floa
         batches: its micro-batches, step by step.
     """
     from lockstep.core import loop
-    from lockstep.core.parallel.signals import StopConsensus, StopFlag
+    from lockstep.core.parallel.signals import StopFlag
+    from lockstep.core.parallel.stop_consensus import StopConsensus
     from lockstep.core.step import driven
     from lockstep.core.training_run import join_parts
     from lockstep.parts import built_in

@@ -16,7 +16,7 @@ from lockstep.configs import config_file
 from lockstep.core import resume
 from lockstep.core.checkpoint import files, store
 from lockstep.core.errors import DataError
-from lockstep.core.parallel import signals
+from lockstep.core.parallel import stop_consensus
 from lockstep.trainer import run_record
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
@@ -244,7 +244,7 @@ def test_unknown_metric_to_keep_by_is_named(tmp_path):
 # ---- when
 
 
-class Ticking(signals.StopConsensus):
+class Ticking(stop_consensus.StopConsensus):
     """A clock that goes on by a minute with each step."""
 
     calls = 0

@@ -161,7 +161,7 @@ def test_another_metric_counts_from_where_it_is_asked_for(tmp_path):
 def test_a_run_that_was_killed_in_its_last_evaluation_when_its_time_was_up_is_evaluated(tmp_path, monkeypatch):
     clock = iter(range(0, 100_000, 10))
     monkeypatch.setattr(
-        "lockstep.core.parallel.signals.StopConsensus.elapsed_s", property(lambda _: float(next(clock)))
+        "lockstep.core.parallel.stop_consensus.StopConsensus.elapsed_s", property(lambda _: float(next(clock)))
     )
     train = {"steps": 1000, "eval_every_steps": 500, "max_time": "2m"}
 
@@ -184,7 +184,7 @@ def test_a_run_that_was_killed_in_its_last_evaluation_when_its_time_was_up_is_ev
 def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, monkeypatch):
     clock = iter(range(0, 100_000, 10))
     monkeypatch.setattr(
-        "lockstep.core.parallel.signals.StopConsensus.elapsed_s", property(lambda _: float(next(clock)))
+        "lockstep.core.parallel.stop_consensus.StopConsensus.elapsed_s", property(lambda _: float(next(clock)))
     )
     train = {"steps": 1000, "eval_every_steps": 500, "max_time": "2m"}
     _, results = fit(tmp_path, {"train": train})

@@ -26,19 +26,19 @@ from lockstep_audit.observe import (
     digests,
     frameworks,
     frozen,
+    gathered_evaluation,
     gathers,
     gradients,
-    lined,
-    made,
     means,
     models,
+    module_creation,
     orders,
     passes,
-    past,
     schedules,
     self_test,
     splits,
     torch_private,
+    wrapper_bypass,
 )
 from lockstep_audit.observe.objects import Registry
 from packages.audit.tests import forked, processes
@@ -499,7 +499,7 @@ def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_
     for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(models.made, "has_wrapped", True)
-    monkeypatch.setattr(calls, "_reads", past.Reads(calls._used))
+    monkeypatch.setattr(calls, "_reads", wrapper_bypass.Reads(calls._used))
 
     def wrapped():
         wrapper = torch.nn.Module()
@@ -693,8 +693,8 @@ def test_what_a_script_asks_of_a_framework_is_told_with_its_line(monkeypatch, tm
     monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((kind, keys["at"][1])))
     for name, observer in {
         "Trainer.__setattr__": frameworks.asked,
-        "Tuning.__init__": made.callback_made,
-        "Tuning.make_trainable": made.freed_by_framework,
+        "Tuning.__init__": module_creation.callback_made,
+        "Tuning.make_trainable": module_creation.freed_by_framework,
     }.items():
         torch_private.apply(torch_private.Patch("framework", name, observer))
 
@@ -705,9 +705,9 @@ def test_what_a_script_asks_of_a_framework_is_told_with_its_line(monkeypatch, tm
     first, trainer = sys._getframe().f_lineno, framework.Trainer()
     ready = framework.Tuning()
     trainer.fit(ready)
-    assert made.freed_at[id(framework.net.weight)][1] == first + 1
+    assert module_creation.freed_at[id(framework.net.weight)][1] == first + 1
     trainer.fit(Own())
-    assert made.freed_at[id(framework.net.bias)][1] == first - 2
+    assert module_creation.freed_at[id(framework.net.bias)][1] == first - 2
     trainer.should_stop = trainer.rate = 0
     trainer.done = trainer.should_stop = True
     trainer.should_stop = True
@@ -861,7 +861,9 @@ def test_buffers_of_the_script_are_summed_where_ddp_is_about_to_overwrite_them(m
 
 def told_by(monkeypatch):
     told = []
-    monkeypatch.setattr(lined.recorder, "emit", lambda kind, limit=None, **keys: told.append((kind, keys)))
+    monkeypatch.setattr(
+        gathered_evaluation.recorder, "emit", lambda kind, limit=None, **keys: told.append((kind, keys))
+    )
     return told
 
 
@@ -870,24 +872,24 @@ def test_rows_in_the_order_of_ranks_are_told_where_they_stand_beside_others(monk
     parts = [mine, mine + 10]
     turn = types.SimpleNamespace(batches=2, samples=16)
     monkeypatch.setattr(data, "last", turn)
-    monkeypatch.setattr(lined, "_gathered", lined.deque())
-    assert lined.note("all_gather", [parts, mine], ["train.py", 1, "main"]) == {"given": [16]}
+    monkeypatch.setattr(gathered_evaluation, "_gathered", gathered_evaluation.deque())
+    assert gathered_evaluation.note("all_gather", [parts, mine], ["train.py", 1, "main"]) == {"given": [16]}
     both, labels = torch.cat(parts), torch.ones(31)
-    lined.compared(both[:31], labels)
+    gathered_evaluation.compared(both[:31], labels)
     kind, keys = told[0]
     assert (kind, keys["gathered_at"], keys["rows"]) == ("lined_up", ["train.py", 1, "main"], 31)
     assert len(told) == 1
-    lined.compared(torch.stack(parts, 1).flatten()[:31], labels)
-    lined.compared(both, both)
-    lined.compared(both, 1.0)
-    lined.compared(mine, mine + 1)
+    gathered_evaluation.compared(torch.stack(parts, 1).flatten()[:31], labels)
+    gathered_evaluation.compared(both, both)
+    gathered_evaluation.compared(both, 1.0)
+    gathered_evaluation.compared(mine, mine + 1)
     assert len(told) == 1
     scores = [torch.eye(3)[(each.long() + rank) % 3] for rank, each in enumerate(parts)]
-    lined.note("all_gather_into_tensor", [torch.cat(scores), scores[0]], None)
-    lined.compared(torch.ones(32), torch.cat(scores).argmax(1))
+    gathered_evaluation.note("all_gather_into_tensor", [torch.cat(scores), scores[0]], None)
+    gathered_evaluation.compared(torch.ones(32), torch.cat(scores).argmax(1))
     assert len(told) == 2
-    assert lined.note("all_gather_object", [[None, None], [0.5, 0.25]], None) == {"rows": 2}
-    assert lined.note("gather_object", [{"ids": [1], "rows": [2]}], None) == {"rows": -1}
+    assert gathered_evaluation.note("all_gather_object", [[None, None], [0.5, 0.25]], None) == {"rows": 2}
+    assert gathered_evaluation.note("gather_object", [{"ids": [1], "rows": [2]}], None) == {"rows": -1}
 
 
 def test_a_count_that_grows_from_sum_to_sum_is_told(monkeypatch):
@@ -898,9 +900,9 @@ def test_a_count_that_grows_from_sum_to_sum_is_told(monkeypatch):
         for _ in range(turns):
             count = torch.zeros(2) if begins_anew == "other" else count.zero_() if begins_anew else count
             count += torch.tensor([3.0, 0.0])
-            before = lined.before_sum(count)
+            before = gathered_evaluation.before_sum(count)
             count *= 2
-            lined.summed(count, before, ["train.py", turns, factor])
+            gathered_evaluation.summed(count, before, ["train.py", turns, factor])
             count *= factor / 2
 
     for right in ({"turns": 2}, {"turns": 5, "begins_anew": True}, {"turns": 5, "begins_anew": "other"}):
@@ -910,7 +912,7 @@ def test_a_count_that_grows_from_sum_to_sum_is_told(monkeypatch):
     report(3)
     assert [(kind, keys["elements"], keys["added"]) for kind, keys in told] == [("summed_again", 2, True)]
     negative, large = torch.tensor([1.0, -1.0]), torch.ones(2000)
-    assert [lined.before_sum(each) for each in (negative, large, torch.zeros(2))] == [None] * 3
+    assert [gathered_evaluation.before_sum(each) for each in (negative, large, torch.zeros(2))] == [None] * 3
 
 
 def test_more_samples_are_read_of_a_data_set_where_that_is_quick(monkeypatch):

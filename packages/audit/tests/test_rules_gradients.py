@@ -2,8 +2,8 @@
 
 import pytest
 
+from lockstep_audit.rules.divergence import divergences
 from lockstep_audit.rules.gradients import gives_data
-from lockstep_audit.rules.partings import partings
 from packages.audit.tests.made_events import Script, at
 
 
@@ -70,12 +70,12 @@ def test_a_layer_beside_a_wrapped_model_parts_though_evaluations_gather_features
         script.add("loader", loader=1, epoch=step, at=at(40), dataset_size=64)
         script.add("collective", at=at(41), op="all_gather", dtype="torch.float32", shape=[64, 16])
         script.add("loader_end", loader=1, epoch=step, batches=2, backwards=0, forwards_eval=2, is_complete=True)
-    (parting,) = partings(script.exit(parameters={"0": {"bias": "b"}}).history)[0]
-    assert parting.parameters == ["weight"]
+    (divergence,) = divergences(script.exit(parameters={"0": {"bias": "b"}}).history)[0]
+    assert divergence.parameters == ["weight"]
     script.add(
         "collective", at=at(42), op="all_gather", dtype="torch.float32", shape=[64, 16]
     )  # outside of evaluations
-    assert partings(script.history)[0] == []
+    assert divergences(script.history)[0] == []
 
 
 def test_ignored_parameters_may_differ():

@@ -15,7 +15,7 @@ from lockstep.core.errors import LockstepError, Preempted, TrainingError
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.heartbeat import Phase
-from lockstep.core.parallel.signals import StopConsensus
+from lockstep.core.parallel.stop_consensus import StopConsensus
 from lockstep.core.parallel.strategy import Strategy
 from lockstep.core.step import StepResult, TrainState, Update
 from lockstep.core.stopping import Stopping

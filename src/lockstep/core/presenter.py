@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from lockstep.core.program import Program
-    from lockstep.core.task import Task
 
 
 class Presenter:
@@ -29,8 +28,8 @@ class Presenter:
     has_program: bool = True
     """True if an export has a program, `model.pt2`. False: another library makes the model from the exported files."""
 
-    def __init__(self, task: Task) -> None:
-        self.task: Any = task
+    def __init__(self, task: Any) -> None:
+        self.task = task
 
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """Samples from the INPUT arguments of `lockstep predict`.

@@ -24,7 +24,7 @@ from lockstep.core.errors import UsageError, listed
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.loop import Keeper
 from lockstep.core.parallel.heartbeat import Phase
-from lockstep.core.parallel.signals import StopConsensus
+from lockstep.core.parallel.stop_consensus import StopConsensus
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import set_lr
 from lockstep.core.step import TrainState

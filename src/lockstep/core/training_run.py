@@ -19,7 +19,7 @@ from lockstep.core.evaluation_run import Viewer
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.buffers import restored_state
-from lockstep.core.parallel.signals import StopConsensus
+from lockstep.core.parallel.stop_consensus import StopConsensus
 from lockstep.core.part import Part
 from lockstep.core.resume import RunKeeper
 from lockstep.core.step import StepResult

@@ -31,7 +31,8 @@ from lockstep.core.evaluation_run import Viewer
 from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.precision import check_supported
-from lockstep.core.parallel.signals import StopConsensus, StopFlag
+from lockstep.core.parallel.signals import StopFlag
+from lockstep.core.parallel.stop_consensus import StopConsensus
 from lockstep.core.parallel.world import World, join_world
 from lockstep.core.part import Part, label
 from lockstep.core.step import StepResult, driven

@@ -28,7 +28,7 @@ from lockstep.core.parallel.sharded_tensor import gather_on_rank0
 from lockstep.core.part import Part
 from lockstep.core.step import StepResult
 from lockstep.trainer import assemble, memory_shortage, user_exit, user_trial
-from lockstep.trainer.user_kept import LoopState, LoopStatePart, check_scheduler
+from lockstep.trainer.loop_state import LoopState, LoopStatePart, check_scheduler
 from lockstep.trainer.user_loop_task import (
     LoopEvaluation,
     LoopTask,

@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lockstep.core.part import Part
 from lockstep.trainer import user_exit
 
 if TYPE_CHECKING:
-    from lockstep.trainer.user_loop import Loop
     from lockstep.trainer.user_loop_task import LoopTask
 
 
-class LoopTrial(ABC):
+LoopT = TypeVar("LoopT")
+
+
+class LoopTrial(ABC, Generic[LoopT]):
     """A short run of a script in its own folder. It ends the process when the first `Loop` has ended."""
 
     folder: Path
@@ -32,19 +34,19 @@ class LoopTrial(ABC):
         """Change the task before the training is put together."""
 
     @abstractmethod
-    def joined(self, loop: Loop) -> None:
+    def joined(self, loop: LoopT) -> None:
         """The training is put together. All ranks call it."""
 
     @abstractmethod
-    def ended(self, loop: Loop) -> None:
+    def ended(self, loop: LoopT) -> None:
         """The loop has ended, or the script has left it. All ranks call it."""
 
 
-_current: LoopTrial | None = None
+_current: LoopTrial[Any] | None = None
 _is_taken = False
 
 
-def begin(trial: LoopTrial) -> None:
+def begin(trial: LoopTrial[Any]) -> None:
     """Let the next `Loop` of this process take part in `trial`."""
     global _current, _is_taken
     _current, _is_taken = trial, False
@@ -56,7 +58,7 @@ def end() -> None:
     _current = None
 
 
-def take() -> LoopTrial | None:
+def take() -> LoopTrial[Any] | None:
     """The trial of a new `Loop`. None: an ordinary run.
 
     Raises:

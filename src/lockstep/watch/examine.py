@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import listed
-from lockstep.core.parallel.posing import posing_as
+from lockstep.core.parallel.simulated_rank import acting_as_rank
 from lockstep.core.parallel.world import World
 from lockstep.launch.device_check.run import wrong_answers
 from lockstep.watch import operations
@@ -134,7 +134,7 @@ class MicroBatchExperiments:
     def _of_code(self, found: RecomputeFinding, share: Share, same: Same) -> Verdict | None:
         """The verdict if a rank returns its result only because it runs as this rank."""
         for suspect in found.ranks[:2]:
-            with posing_as(suspect):
+            with acting_as_rank(suspect):
                 posed = self._twice(share)
             wanted = self.repeats[suspect][0]
             others = [rank for rank in range(len(posed)) if rank != suspect]
@@ -158,7 +158,7 @@ class MicroBatchExperiments:
             trial(self.run.state, self._read(share), share, self.leaves)
 
         def posing() -> None:
-            with posing_as(suspect):
+            with acting_as_rank(suspect):
                 plain()
 
         return next((name for name in of_all(self.run.world, operations.first_difference(plain, posing)) if name), "")

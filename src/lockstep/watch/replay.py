@@ -15,8 +15,8 @@ from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.manifest import Checkpoint
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.loop import set_training_mode
-from lockstep.core.parallel.posing import posing_as
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.simulated_rank import acting_as_rank
 from lockstep.core.step import StepResult
 from lockstep.parts import digest
 from lockstep.parts.digest import Digest, fold
@@ -169,7 +169,7 @@ def judged_by_replay(
     if _parted_by_exchange([[found[rank][2] for rank in group] for group in by_shard.values()]):
         return "link", alone, "Repeated, the steps make the ranks diverge again, in the gradients after their exchange"
     for suspect in ranks[:2]:
-        with posing_as(suspect):
+        with acting_as_rank(suspect):
             posed = _replayed(run, rebuild, step, confirmed).digests
         told = world.broadcast(world.gather(posed))
         if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):

@@ -15,7 +15,8 @@ import pytest
 from lockstep.core.errors import Preempted
 from lockstep.core.parallel import heartbeat, launched, signals
 from lockstep.core.parallel.heartbeat import Heartbeat
-from lockstep.core.parallel.signals import ASKING, StopConsensus, StopFlag, listening
+from lockstep.core.parallel.signals import ASKING, StopFlag, listening
+from lockstep.core.parallel.stop_consensus import StopConsensus
 from lockstep.launch import launcher
 from tests.processes import HANG_S
 

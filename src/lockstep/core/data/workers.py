@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -19,9 +19,6 @@ from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.handover import Failure, packed
 from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.errors import LockstepError, exit_of_task
-
-if TYPE_CHECKING:
-    from lockstep.core.data.loader import MicroBatches
 
 Plans = Callable[[], Iterable[MicroBatchPlan]]
 _PR_SET_PDEATHSIG = 1
@@ -64,8 +61,19 @@ class PlanSampler(torch.utils.data.Sampler[MicroBatchPlan]):
         return iter(self.plans())
 
 
+class SampleReader(Protocol):
+    """What a worker calls: see `loader.MicroBatches`."""
+
+    data: Dataset[Any]
+
+    @property
+    def made_by(self) -> str: ...
+    def __getitem__(self, plan: MicroBatchPlan, /) -> Any: ...
+    def sample(self, index: int, epoch: int, /) -> Any: ...
+
+
 class _InWorker(Dataset[Any]):
-    def __init__(self, micro_batches: MicroBatches) -> None:
+    def __init__(self, micro_batches: SampleReader) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.micro_batches = micro_batches
 

@@ -9,16 +9,13 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from lockstep.core.parallel.world import World
 
 NODE = "LOCKSTEP_NODE"
 """Environment variable: the name of this node in messages. Default: the host name."""
@@ -82,14 +79,6 @@ class Nodes:
         return ", ".join([*texts, *more])
 
 
-def exchange(world: World) -> Nodes:
-    """The nodes of all ranks, on every rank. A collective."""
-    own = (own_key(), own_name(), str(world.device))
-    found: list[tuple[str, str, str]] = world.broadcast(world.gather(own))
-    keys, names, devices = zip(*found, strict=True)
-    return Nodes(keys, names, devices)
-
-
 class NodeGroup:
     """The ranks of this node; one of them reads for all."""
 
@@ -137,18 +126,14 @@ class NodeGroup:
         return view
 
 
-def group_of(world: World) -> NodeGroup | None:
+def group_of(nodes: Nodes, rank: int, heartbeat: Heartbeat) -> NodeGroup | None:
     """The ranks that share this rank's node. None: this rank has its node to itself. A collective."""
-    ranks = world.nodes.ranks_with(world.rank)
-    # A rank that waits here for a failed rank learns of the failure. Within `new_group`, it would wait while it holds
-    # the interpreter's lock.
-    world.all_sum([0.0])
+    ranks = nodes.ranks_with(rank)
     if len(ranks) == 1:
         return None
     group = None
-    if len(ranks) < world.size:
+    if len(ranks) < len(nodes.keys):
         group = dist.new_group(
             ranks, backend="gloo", timeout=datetime.timedelta(days=1), use_local_synchronization=True
         )
-
-    return NodeGroup(ranks, world.rank, group, world.heartbeat)
+    return NodeGroup(ranks, rank, group, heartbeat)

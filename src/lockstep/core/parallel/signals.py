@@ -1,4 +1,4 @@
-"""Requests to stop: a signal sets a flag, and the ranks agree on the step at which they stop. A second signal kills.
+"""Requests to stop: a signal sets a flag, which `stop_consensus.py` exchanges between ranks. A second signal kills.
 
 This file imports no torch: a signal that arrives during the import of torch must be handled too.
 """
@@ -10,22 +10,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Preempted
 from lockstep.core.parallel import heartbeat, launched
-
-if TYPE_CHECKING:
-    from lockstep.core.parallel.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a training to save and to stop. SIGHUP says that the terminal is gone."""
 STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command resumes from the newest checkpoint"
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
 _KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
-_EVERY_S = 1.0
 _STUCK_S = 5.0  # for the main thread, if there is nothing to save
 
 
@@ -155,50 +150,3 @@ def _end_if_stuck(flag: StopFlag) -> None:
     if flag is _active and not flag.is_handled and not flag.saves:
         launched.tell(f"\nstopped by {flag.name} before training began; nothing was lost")
         os._exit(Preempted.exit_code)
-
-
-class StopConsensus:
-    """Agreement on whether any rank was asked to stop: the same answer on all ranks, at the same call.
-
-    Call it after equal amounts of work on every rank. The ranks communicate about once a second. The number of calls in
-    a second follows from the time that the earlier calls took. It is summed over ranks, so that all ranks compute the
-    same.
-    """
-
-    def __init__(self, world: World, flag: StopFlag) -> None:
-        self.world, self.flag = world, flag
-        self.left = self.between = 1
-        self.begun = self.since = time.perf_counter()
-        self._agreed_s = 0.0
-        self.wants_end: Callable[[], bool] = lambda: False
-        """True if something on this rank asks that the training ends as after its last step."""
-        self.ends = False
-        """True if something on any rank asked for it, at the last communication."""
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since this object was made: a mean over ranks at their last communication, so equal on all."""
-        return time.perf_counter() - self.begun if self.world.size == 1 else self._agreed_s
-
-    def __call__(self) -> bool:
-        if self.world.size == 1:
-            self.ends = self.wants_end()
-            return self.flag.signal is not None
-        self.left -= 1
-        if self.left:
-            return False
-        now = time.perf_counter()
-        values = [float(self.flag.signal is not None), float(self.wants_end()), now - self.since, now - self.begun]
-        asked, wanted, seconds, elapsed = self.world.all_sum(values)
-        self.ends = wanted > 0
-        self._agreed_s = elapsed / self.world.size
-        per_call = seconds / self.world.size / self.between
-        # At most twice as many calls as before: the first steps may be quicker than those that follow.
-        self.left = self.between = max(1, min(2 * self.between, int(_EVERY_S / max(per_call, 1e-9))))
-        self.since = now
-        return asked > 0
-
-    def restart(self) -> None:
-        """Forget how long calls took, because the work between the next calls is different."""
-        self.left = self.between = 1
-        self.since = time.perf_counter()

@@ -27,7 +27,7 @@ from lockstep.core.parallel import device_errors, heartbeat, torch_internals, tr
 from lockstep.core.parallel.failure import FailureBoard
 from lockstep.core.parallel.heartbeat import Heartbeat
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
-from lockstep.core.parallel.nodes import NodeGroup, Nodes, exchange, group_of, own_name
+from lockstep.core.parallel.nodes import NodeGroup, Nodes, group_of, own_key, own_name
 from lockstep.core.parallel.rendezvous import store_of_ranks
 
 T = TypeVar("T")
@@ -103,14 +103,16 @@ class World:
         return self.virtual_ranks or self.replicas
 
     @property
-    def speaks(self) -> bool:
+    def is_group_leader(self) -> bool:
         """True if this rank is the first of its tensor group, which counts what all of the group know alike."""
         return self.rank % self.tensor == 0
 
     @functools.cached_property
     def nodes(self) -> Nodes:
         """Which ranks share a node. The first use is a collective: all ranks make it at the same place."""
-        return exchange(self)
+        found: list[tuple[str, str, str]] = self.broadcast(self.gather((own_key(), own_name(), str(self.device))))
+        keys, names, devices = zip(*found, strict=True)
+        return Nodes(keys, names, devices)
 
     @functools.cached_property
     def node_group(self) -> NodeGroup | None:
@@ -118,7 +120,11 @@ class World:
 
         The first use is a collective: all ranks make it at the same place.
         """
-        found = group_of(self)
+        nodes = self.nodes
+        # A rank that waits here for a failed rank learns of the failure. Within `new_group`, it would wait while it
+        # holds the interpreter's lock.
+        self.all_sum([0.0])
+        found = group_of(nodes, self.rank, self.heartbeat)
         retire([found.group] if found else [])
         return found
 
@@ -130,7 +136,7 @@ class World:
 
     def sum_once(self, values: Sequence[float]) -> list[float]:
         """As `all_sum`, of figures that belong to samples: each tensor group counts once."""
-        return self.all_sum(values if self.speaks else [0.0] * len(values))
+        return self.all_sum(values if self.is_group_leader else [0.0] * len(values))
 
     def sum_in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
         """As `sum_once`, of each of `data_ranks`: the same bits on any number of ranks, if they are virtual."""
@@ -139,7 +145,7 @@ class World:
     def slots(self, values: Sequence[Sequence[float]]) -> list[float]:
         """The figures of `data_ranks`, each at its own place: `in_order` makes sums of the `all_sum` of all ranks."""
         if self.virtual_ranks is None:
-            return list(values[0]) if self.speaks else [0.0] * len(values[0])
+            return list(values[0]) if self.is_group_leader else [0.0] * len(values[0])
         found = [0.0] * (self.virtual_ranks * len(values[0]))
         for number, figures in zip(self.data_ranks, values, strict=True):
             found[number * len(figures) : (number + 1) * len(figures)] = figures
@@ -176,7 +182,7 @@ class World:
 
     def gather_once(self, value: Any) -> list[Any] | None:
         """As `gather`, of what belongs to samples: the `value` of the first rank of each tensor group."""
-        found = self.gather(value if self.speaks else None)
+        found = self.gather(value if self.is_group_leader else None)
         return None if found is None else found[:: self.tensor]
 
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep_audit.observe import buffers, digests, evaluations, made, models, past, places
+from lockstep_audit.observe import buffers, digests, evaluations, models, module_creation, places, wrapper_bypass
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -194,7 +194,7 @@ def _is_copy(module: Any, names: list[str]) -> bool:
 def _expects_copies() -> bool:
     """True if a module has the names of a wrapped model, and nobody has called it so far."""
     firsts = {next(iter(model.trainable), "").partition(".")[0] for model in models.told()}
-    others = [each for each, _ in made.modules.items() if {*each._modules, *each._parameters} & firsts]
+    others = [each for each, _ in module_creation.modules.items() if {*each._modules, *each._parameters} & firsts]
     others = [each for each in others if id(each) not in _seen]
     return any(_is_copy(each, [name for name, _ in each.named_parameters()]) for each in others)
 
@@ -206,7 +206,7 @@ def _called_past(module: Any, model: models.Model) -> None:
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
-            recorder.emit("bypass", at=past.outside(module), model=model.number, forwards_bypassed=1)
+            recorder.emit("bypass", at=wrapper_bypass.outside(module), model=model.number, forwards_bypassed=1)
 
 
 def _used(parameter: Any) -> None:
@@ -215,10 +215,10 @@ def _used(parameter: Any) -> None:
     if model is None or model.how != "ddp" or model.active or model.past_at or not parameter.requires_grad:
         return
     inner = model.inner()
-    model.past_at = past.outside(inner) if inner is not None and inner.training else None
+    model.past_at = wrapper_bypass.outside(inner) if inner is not None and inner.training else None
 
 
-_reads = past.Reads(_used)
+_reads = wrapper_bypass.Reads(_used)
 
 
 def watch_reads() -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep_audit.observe import digests, gathers, lined, means, models, places, torch_internals, torch_state
+from lockstep_audit.observe import (
+    digests,
+    gathered_evaluation,
+    gathers,
+    means,
+    models,
+    places,
+    torch_internals,
+    torch_state,
+)
 from lockstep_audit.observe.gradients import Reduction, gradients
 from lockstep_audit.observe.recorder import LAUNCHER, After, recorder
 
@@ -106,9 +115,9 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
     event |= {"sequence": _sequences[group_name] - 1, "root": _root(name, arguments, named)}
     event |= {"divided_integer": True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None}
     if name in _GATHERS:
-        event |= recorder.guard("gathered rows", lined.note, name, values, at) or {}
+        event |= recorder.guard("gathered rows", gathered_evaluation.note, name, values, at) or {}
     is_sum = reduction is not None and reduction.parameter is None and event["reduce_op"] == "SUM"
-    before = recorder.guard("running counts", lined.before_sum, tensor) if is_sum else None
+    before = recorder.guard("running counts", gathered_evaluation.before_sum, tensor) if is_sum else None
     event |= {**seen}
     recorder.emit("collective", limit=_EACH_LINE, **event)
     if name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
@@ -125,7 +134,7 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
             if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
                 means.summed.put(reduction.tensor, at)
             if before is not None and result is None:
-                recorder.guard("running counts", lined.summed, reduction.tensor, before, at)
+                recorder.guard("running counts", gathered_evaluation.summed, reduction.tensor, before, at)
 
     return after
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep_audit.observe import digests, made, models, places, torch_state
+from lockstep_audit.observe import digests, models, module_creation, places, torch_state
 from lockstep_audit.observe.gradients import gradients
 from lockstep_audit.observe.recorder import recorder
 
@@ -20,7 +20,7 @@ def note(module: Any) -> None:
     parameters = dict(module.named_parameters())
     if len(_noted) < _MOST and parameters and torch_state.has_other_ranks() and _is_frozen(parameters):
         _noted.append({id(parameter) for parameter in parameters.values()})
-        made_from, is_early = made.modules.get(module) or (None, None)
+        made_from, is_early = module_creation.modules.get(module) or (None, None)
         found = digests.of_tensors({name: parameter.detach() for name, parameter in parameters.items()})
         shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
         told: dict[str, Any] = {"class": type(module).__name__, "digest": digests.of_numbers(found.values())}

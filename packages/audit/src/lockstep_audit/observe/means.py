@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep_audit.observe import digests, lined, places, torch_state
+from lockstep_audit.observe import digests, gathered_evaluation, places, torch_state
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -28,7 +28,7 @@ summed: Registry[list[str | int] | None] = Registry()
 def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
     """A loss of torch.nn.functional outside training. In training: the class weights, and where the loss is."""
     global _last_loss, _last_labels
-    recorder.guard("gathered rows", lined.compared, input, target)
+    recorder.guard("gathered rows", gathered_evaluation.compared, input, target)
     if torch.is_grad_enabled():
         is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
         weight = {"weight": arguments[0]} if arguments else {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep_audit.observe import digests, evaluations, made, places, torch_state, writes
+from lockstep_audit.observe import digests, evaluations, module_creation, places, torch_state, writes
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -94,7 +94,7 @@ def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | Non
     model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable, before)
     model.ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else None
     _count += 1
-    made.has_wrapped = True
+    module_creation.has_wrapped = True
     at_wrapping.update(map(id, inner.parameters()))
     _models.put(wrapper, model)
     if inner is not wrapper:

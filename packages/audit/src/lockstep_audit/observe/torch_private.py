@@ -24,11 +24,11 @@ from lockstep_audit.observe import (
     communication,
     contents,
     data,
-    ends,
     files,
+    final_states,
     frozen,
-    made,
     models,
+    module_creation,
     orders,
     samplers,
     schedules,
@@ -38,9 +38,9 @@ from lockstep_audit.observe import (
     writes,
 )
 from lockstep_audit.observe.frameworks import asked, gathered, gathers, logged, noted, padded, ran, scaled, state_loaded
+from lockstep_audit.observe.gathered_evaluation import compared
 from lockstep_audit.observe.gathers import by_lightning
 from lockstep_audit.observe.gradients import gradients, watch_hooks
-from lockstep_audit.observe.lined import compared
 from lockstep_audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep_audit.observe.passes import backward, clipped, drawn
 from lockstep_audit.observe.recorder import After, is_child, recorder
@@ -88,8 +88,11 @@ def _patches() -> list[Patch]:
         Patch("sklearn.model_selection._split", "train_test_split", splits.arrays_split, ("sklearn.model_selection",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", samplers.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", calls.mode_set),
-        *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
-        *(Patch(*owner, made.freed) for owner in _FREED),
+        *(
+            Patch("torch.nn.modules.module", f"Module.{name}", module_creation.made)
+            for name in ("__init__", "__setstate__")
+        ),
+        *(Patch(*owner, module_creation.freed) for owner in _FREED),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
         Patch(ddp, "DistributedDataParallel.forward", calls.forward),
         Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
@@ -157,9 +160,18 @@ def _of_frameworks() -> list[Patch]:
         *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
         *(Patch(f"{name}.trainer.trainer", "Trainer.__setattr__", asked) for name in _LIGHTNING),
         Patch("transformers.trainer_callback", "TrainerControl.__setattr__", asked),
-        *(Patch(f"{name}.core.module", "LightningModule.unfreeze", made.freed_by_framework) for name in _LIGHTNING),
-        *(Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", made.callback_made) for name in _LIGHTNING),
-        *(Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", made.freed_by_framework) for n in _LIGHTNING),
+        *(
+            Patch(f"{name}.core.module", "LightningModule.unfreeze", module_creation.freed_by_framework)
+            for name in _LIGHTNING
+        ),
+        *(
+            Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", module_creation.callback_made)
+            for name in _LIGHTNING
+        ),
+        *(
+            Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", module_creation.freed_by_framework)
+            for n in _LIGHTNING
+        ),
         Patch("transformers.trainer", "Trainer.log", noted),
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),
         Patch("transformers.trainer", "Trainer.train", ran),
@@ -169,7 +181,7 @@ def _of_frameworks() -> list[Patch]:
 def _ending(*arguments: Any, **named: Any) -> After:
     """The process group ends."""
     contents.probe()
-    return ends.note_parameters()
+    return final_states.note_parameters()
 
 
 def _of_files() -> list[Patch]:
@@ -259,7 +271,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
     calls.on_called.append(frozen.note)
-    observers = (contents, data, training, schedules, ends, files, communication, stuck)
+    observers = (contents, data, training, schedules, final_states, files, communication, stuck)
     recorder.at_exit += [each.at_exit for each in observers]
     recorder.emit("start", **_start())
     recorder.find_rank()

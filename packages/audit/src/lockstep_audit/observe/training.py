@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from lockstep_audit.observe import calls, communication, data, digests, ends, made, models, passes, places, schedules
+from lockstep_audit.observe import (
+    calls,
+    communication,
+    data,
+    digests,
+    final_states,
+    models,
+    module_creation,
+    passes,
+    places,
+    schedules,
+)
 from lockstep_audit.observe.gradients import gradient_norm, gradients
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
@@ -260,8 +271,8 @@ def _tell_optimizer(step: OptimizerStep) -> None:
     event |= {"unwrapped": _unwrapped(step.optimizer) if any(owners) else None}
     bare = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is None]
     owned = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is not None]
-    event |= {"unwrapped_from": made.made_from(bare)}
-    if made.holds(bare, owned):
+    event |= {"unwrapped_from": module_creation.made_from(bare)}
+    if module_creation.holds(bare, owned):
         event["partly_at"] = next(owner[0].at for owner in reversed(owners) if owner)
     event |= {"initial": _digests(step.optimizer, "parameters").get("parameters") if bare else None}
     event |= {"constant": [n for n, p in _named(step.optimizer) if digests.is_constant(p)] if bare else None}
@@ -314,7 +325,7 @@ def _write_step(step: OptimizerStep, skipped: bool | None = None) -> None:
         step.told |= _digests(optimizer, "parameters")
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
-            if model.number in owners and model.how == "ddp" and ends.note_unfrozen(model, step.at, _held):
+            if model.number in owners and model.how == "ddp" and final_states.note_unfrozen(model, step.at, _held):
                 known.looks_now = _LOOKS
     fresh = _fresh()
     own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]

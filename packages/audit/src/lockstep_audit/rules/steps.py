@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from lockstep_audit.events import EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import skips, sources
+from lockstep_audit.rules.divergence import Indexed
 from lockstep_audit.rules.facts import Key, differ, each_rank, named, place, replicas, rule, steps
-from lockstep_audit.rules.partings import Indexed
 
 
 @rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")

@@ -7,8 +7,8 @@ from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
+from lockstep_audit.rules.divergence import elements
 from lockstep_audit.rules.facts import place, rule
-from lockstep_audit.rules.partings import elements
 
 _NUMBERS = 4
 _CLOSE = 0.05

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import facts, sources
-from lockstep_audit.rules.partings import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
+from lockstep_audit.rules.divergence import averages, compared_steps, divergences, hooked, own_from_the_start, unwrapped
 
 _SUMMING = {"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into_tensor"}
 
@@ -122,7 +122,7 @@ def copies_part(history: EventHistory) -> Iterable[Finding] | str:
         for number, copy in (event.get("copies") or {}).items():
             told.setdefault(number, {})[event["rank"]] = copy
     findings = []
-    for by_rank in told.values() if not any(partings(history)[0]) else ():
+    for by_rank in told.values() if not any(divergences(history)[0]) else ():
         for group in facts.replicas(history):
             found = {rank: by_rank[rank] for rank in group if rank in by_rank}
             if len(found) == len(group) and facts.differ({rank: copy["digest"] for rank, copy in found.items()}):

@@ -10,9 +10,9 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
+from lockstep_audit.rules.divergence import averages, compared_steps, hooked
 from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, rule, some, steps
 from lockstep_audit.rules.loaders import Iteration, iterations
-from lockstep_audit.rules.partings import averages, compared_steps, hooked
 
 Look = dict[int, Event]
 """The `weights` events at one start of an evaluation, by rank."""

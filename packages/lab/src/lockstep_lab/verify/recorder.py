@@ -250,10 +250,10 @@ class TrainingRecorder(Recorder):
     def _before_step(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:
         state, step = run.state, run.state.step
         indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
-        if state.world.speaks:  # all ranks of a tensor group have the same samples, which count once
+        if state.world.is_group_leader:  # all ranks of a tensor group have the same samples, which count once
             self.recording.samples.append((step, micro_batches[0].epoch, indices))
         units = self.recording.units[step] = {}
-        for micro in micro_batches if state.world.speaks else ():
+        for micro in micro_batches if state.world.is_group_leader else ():
             for head, count in ({EVERY_HEAD: micro.samples} if micro.weights is None else micro.weights).items():
                 units[head] = units.get(head, 0.0) + count
         if self.options.digest_batches:

@@ -134,7 +134,7 @@ def run_script(run: ScriptRun) -> ScriptRecording:
 
 
 @final
-class ScriptTrial(user_trial.LoopTrial):
+class ScriptTrial(user_trial.LoopTrial[Loop]):
     """The part of a run on this rank."""
 
     def __init__(self, run: ScriptRun) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
 from lockstep_recipes.tasks.vision.classification.task import Classification
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
@@ -24,7 +24,7 @@ def records(folder, **options):
 
 
 def lines(training, evaluation=None):
-    return doubles.of_images(doubles.samples_of(training), doubles.samples_of(evaluation))
+    return duplicates.of_images(duplicates.samples_of(training), duplicates.samples_of(evaluation))
 
 
 @pytest.fixture
@@ -94,11 +94,11 @@ def test_pictures_in_columns_of_data_sets_are_compared(folder, embed):
 def test_the_search_is_limited_and_says_so(folder, monkeypatch):
     put(folder / "train/a/again.jpg", jpeg(0))
     train = records(folder / "train")
-    monkeypatch.setattr(doubles, "MOST_BYTES", 0)
+    monkeypatch.setattr(duplicates, "MOST_BYTES", 0)
     assert lines(train) == []
     monkeypatch.undo()
     put(folder / "val/a/0.jpg", jpeg(0))
-    monkeypatch.setattr(doubles, "MOST_IMAGES", 10)
+    monkeypatch.setattr(duplicates, "MOST_IMAGES", 10)
     found = lines(train, records(folder / "val"))
     assert "compared 9 of 11" in found[-1] or "compared 10 of 11" in found[-1]
     (folder / "train/a/again.jpg").unlink()
@@ -114,20 +114,20 @@ def test_a_file_under_two_ids_and_doubled_boxes_of_coco(tmp_path):
     data = read_boxed_images(str(file), "train", DetectionOptions())
     (line,) = lines(data)
     assert line.startswith("training: 1 files occur more than once, under several ids or names: a.png = a.png")
-    (line,) = doubles.of_boxes(data.annotations)
+    (line,) = duplicates.of_boxes(data.annotations)
     assert line.startswith("1 boxes are duplicates (same image, class and coordinates), the first: ")
     assert "annotation 500" in line or "annotation 100" in line
-    assert doubles.of_boxes(read_boxed_images(str(coco(tmp_path)), "train", DetectionOptions()).annotations) == []
+    assert duplicates.of_boxes(read_boxed_images(str(coco(tmp_path)), "train", DetectionOptions()).annotations) == []
 
 
 def test_names_that_differ_only_in_case_or_spaces():
-    assert doubles.of_names(["cat", "dog"]) == []
-    (line,) = doubles.of_names(["cat", "tea cup", "Cat ", "teacup", "dog"])
+    assert duplicates.of_names(["cat", "dog"]) == []
+    (line,) = duplicates.of_names(["cat", "tea cup", "Cat ", "teacup", "dog"])
     assert "'cat' and 'Cat '; 'tea cup' and 'teacup'" in line
 
 
 def texts(*rows):
-    return doubles.TextRows(
+    return duplicates.TextRows(
         len(rows),
         lambda index: rows[index][0].encode(),
         lambda index: rows[index][1].encode(),
@@ -137,7 +137,7 @@ def texts(*rows):
 
 def test_equal_texts_are_found_within_training_and_between_training_and_evaluation(monkeypatch):
     training = texts(("good", "1"), ("bad", "0"), ("good", "1"), ("good", "0"))
-    copies, leaks = doubles.of_texts(training, texts(("fine", "1"), ("bad", "0")))
+    copies, leaks = duplicates.of_texts(training, texts(("fine", "1"), ("bad", "0")))
     assert copies == (
         "training: 2 texts are copies of others, 1 of them with a different label (identical text): "
         "row 2 = row 0, row 3 = row 0"
@@ -146,8 +146,8 @@ def test_equal_texts_are_found_within_training_and_between_training_and_evaluati
         "WARNING: evaluation: 1 texts are also training texts (identical text), so its results may be too good: "
         "row 1 = row 1"
     )
-    monkeypatch.setattr(doubles, "MOST_TEXTS", 4)
-    found = doubles.of_texts(training, texts(("good", "1"), ("bad", "0")))
+    monkeypatch.setattr(duplicates, "MOST_TEXTS", 4)
+    found = duplicates.of_texts(training, texts(("good", "1"), ("bad", "0")))
     assert all("compared 4 of 6" in line for line in found)
     assert len(found) == 2
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 from lockstep.core.program import Program
+from lockstep_recipes.tasks.ct.interface import VolumeRiskTask
 from lockstep_recipes.tasks.ct.model import VolumeRiskModel
 from lockstep_recipes.tasks.ct.volume_table import horizons
 from lockstep_recipes.tasks.ct.volumes import resample
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.ct.task import VolumeRisk
 
 FILE = "volume_risk.json"
 
@@ -35,7 +33,7 @@ class _RisksOfVolume(nn.Module):
         return found.logits[0].float(), found.attention.float()
 
 
-def risks_of_volume(task: VolumeRisk, model: nn.Module) -> Program:
+def risks_of_volume(task: VolumeRiskTask, model: nn.Module) -> Program:
     """The program of a trained model: logits (questions) and weights (slices) of one volume.
 
     The inputs are `slices`, uint8 (slices, windows, size, size), and `positions`, float32 (slices), in millimetres.
@@ -54,7 +52,7 @@ def risks_of_volume(task: VolumeRisk, model: nn.Module) -> Program:
     )
 
 
-def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
+def write_export(task: VolumeRiskTask, model: nn.Module, folder: Path) -> None:
     """Write `volume_risk.json`, the code that resamples the slice distance, and the config of the backbone as
     `config.json` for transformers.
 
@@ -69,7 +67,7 @@ def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
         shutil.copyfile(resample.__file__, folder / "resample.py")
 
 
-def _about(task: VolumeRisk, backbone: Any) -> dict[str, Any]:
+def _about(task: VolumeRiskTask, backbone: Any) -> dict[str, Any]:
     options, about = task.options, task.about
     return {
         "questions": about.questions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,12 @@ from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct import drawings
 from lockstep_recipes.tasks.ct.export import risks_of_volume, write_export
+from lockstep_recipes.tasks.ct.interface import Prepared, VolumeRiskTask
 from lockstep_recipes.tasks.ct.report import risk_report
 from lockstep_recipes.tasks.ct.volume_inputs import read_volume_inputs
 from lockstep_recipes.tasks.ct.volume_table import VolumeSample, VolumeTable, horizons
 from lockstep_recipes.tasks.ct.volumes.windows import windowed
 from lockstep_recipes.tasks.vision.readers.class_table import listed
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.ct.task import Prepared, VolumeRisk
 
 _DIGITS = 4
 _MATTERED = 3  # slices that rows and texts name
@@ -39,7 +37,7 @@ class VolumeRiskPresenter(Presenter):
     window of `task.windows`.
     """
 
-    task: VolumeRisk
+    task: VolumeRiskTask
     picture_side = 1100
 
     def inputs(self, arguments: Sequence[str]) -> VolumeTable:

@@ -18,8 +18,9 @@ from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.class_weights import OnDevice
 from lockstep_recipes.tasks.ct.aggregators import make_aggregator
 from lockstep_recipes.tasks.ct.backbone import backbone_config, make_backbone
-from lockstep_recipes.tasks.ct.features import KeptFeatures, SliceRows, batch_entries
+from lockstep_recipes.tasks.ct.features import KeptFeatures, batch_entries
 from lockstep_recipes.tasks.ct.heads import make_head
+from lockstep_recipes.tasks.ct.interface import Prepared, VolumeRiskTask
 from lockstep_recipes.tasks.ct.losses import answer_loss, answer_units, positive_weights, survival_loss, survival_units
 from lockstep_recipes.tasks.ct.metrics import AnswerAccuracy, RiskMetrics, update_risk_metrics
 from lockstep_recipes.tasks.ct.model import VolumeRiskModel
@@ -37,7 +38,6 @@ from lockstep_recipes.tasks.ct.volume_table import (
 from lockstep_recipes.tasks.ct.volumes.choice import choose_slices, slice_groups
 from lockstep_recipes.tasks.ct.volumes.images import slice_images
 from lockstep_recipes.tasks.ct.volumes.windows import windows_of
-from lockstep_recipes.tasks.kept import KeptTask
 from lockstep_recipes.tasks.vision.images.normalise import usual_mean_and_std
 
 Batch = dict[str, Any]
@@ -64,27 +64,8 @@ class VolumeRiskMetadata:
     """Standard deviation of each channel, from 0 to 1."""
 
 
-@dataclass
-class Prepared:
-    """A sample after `prepare`."""
-
-    pictures: Tensor
-    """uint8 (slices, channels, size, size): the slices whose pixels are needed."""
-    counts: list[int]
-    """Slices of each group. In training, a sample is one group."""
-    places: Tensor
-    """int64 (all slices of the groups): their numbers in the volume, counted from the feet."""
-    positions: Tensor
-    """float32 (all slices of the groups): millimetres from the first slice of the volume."""
-    labels: Tensor
-    """float32 (questions)."""
-    index: int
-    rows: SliceRows | None = None
-    """The cached features. None: `slices` contains all slices."""
-
-
 @final
-class VolumeRisk(KeptTask):
+class VolumeRisk(VolumeRiskTask):
     """Each volume has yes/no labels, and NaN for unknown labels.
 
     The loss is a sum over known labels, or over volumes with a known label. A batch is a dict:
@@ -113,7 +94,6 @@ class VolumeRisk(KeptTask):
         fold: `2/5`: the second of five folds of the patients of `train` is for evaluation.
     """
 
-    options: VolumeRiskOptions
     presenter = VolumeRiskPresenter
     kept = "volume_risk.json"
     about_type = VolumeRiskMetadata
@@ -129,7 +109,6 @@ class VolumeRisk(KeptTask):
         self.fold = fold
         self.frozen_epochs = {"backbone.*": options.frozen_epochs} if options.frozen_epochs else {}
         self.windows = windows_of(options.windows)
-        """The Hounsfield window of each channel."""
         self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
     def to_keep(self) -> VolumeRiskMetadata:

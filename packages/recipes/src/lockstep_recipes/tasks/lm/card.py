@@ -7,13 +7,12 @@ import importlib
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from torch import nn
 
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.lm.task import LanguageModel
+from lockstep_recipes.tasks.lm.interface import LmTask
 
 _RESULTS = ("eval/loss", "eval/perplexity", "eval/bits_per_byte", "eval/accuracy", "train/loss")
 USE = """```python
@@ -24,7 +23,7 @@ print(pipeline("text-generation", model="FOLDER")({prompt})[0]["generated_text"]
 
 
 def write(
-    task: LanguageModel, model: nn.Module, library: str = "transformers", use: str = USE, *, step: int | None = None
+    task: LmTask, model: nn.Module, library: str = "transformers", use: str = USE, *, step: int | None = None
 ) -> str:
     """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them.
 
@@ -57,7 +56,7 @@ def write(
     return "\n".join([*lines, ""])
 
 
-def _example(task: LanguageModel) -> tuple[str, str]:
+def _example(task: LmTask) -> tuple[str, str]:
     """A prompt in the form of the training texts, and its tokens, both as Python code."""
     if task.kind == "chats":
         chat = '[{"role": "user", "content": "A question"}]'
@@ -67,9 +66,7 @@ def _example(task: LanguageModel) -> tuple[str, str]:
     return prompt, f'tokenizer({prompt}, return_tensors="pt")'
 
 
-def _training(
-    task: LanguageModel, config: dict[str, Any], entries: list[dict[str, Any]], step: int | None
-) -> list[str]:
+def _training(task: LmTask, config: dict[str, Any], entries: list[dict[str, Any]], step: int | None) -> list[str]:
     data, options = config.get("data", {}), task.options
     lines = [f"data: `{data.get('train', task.corpus.name)}`"]
     if task.eval_corpus is not None:
@@ -91,7 +88,7 @@ def _training(
     return [*lines, f"versions: {', '.join(versions)}", f"command: {_command(task)}"]
 
 
-def _command(task: LanguageModel) -> str:
+def _command(task: LmTask) -> str:
     """The command that trains this model, with the options of the task."""
     words = [f"data.train={task.corpus.name}"] + ([f"data.eval={task.eval_corpus.name}"] if task.eval_corpus else [])
     for key, value in task.options.model_dump(exclude_defaults=True).items():

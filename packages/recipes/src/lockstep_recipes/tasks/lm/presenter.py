@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,13 +16,10 @@ from lockstep.core.presenter import Presenter
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
 from lockstep_recipes.tasks.lm import card, documents, models, writing
 from lockstep_recipes.tasks.lm.data import PackedRows, Prompts, Row
+from lockstep_recipes.tasks.lm.interface import LmTask
 from lockstep_recipes.tasks.lm.stream import TextStream, is_prompt
 from lockstep_recipes.tasks.readers.input_files import find_files
 from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, lines_of
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.lm.task import LanguageModel
-
 
 _SHOWN = 8  # maximum number of continued prompts, and of too long prompts, in the log
 
@@ -31,7 +28,7 @@ class LmPresenter(Presenter):
     """Presents rows with their perplexity, and texts that the model writes. INPUT arguments are prompts, or files with
     prompts."""
 
-    task: LanguageModel
+    task: LmTask
 
     def inputs(self, arguments: Sequence[str]) -> Prompts:
         """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), those

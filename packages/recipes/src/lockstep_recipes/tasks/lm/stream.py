@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from lockstep_recipes.tasks.lm import writing
 from lockstep_recipes.tasks.readers.table import SUFFIXES
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.lm.task import LanguageModel
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would interpret them
 
@@ -22,6 +19,14 @@ def is_prompt(argument: str) -> bool:
     """True for an argument of `lockstep predict` that is a prompt rather than a file, a folder or standard input."""
     names_file = os.path.exists(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
     return argument != "-" and not names_file
+
+
+class TokenDecoder(Protocol):
+    """Has a tokenizer of Hugging Face."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def decoded(self, written: Tensor, /) -> str: ...
 
 
 class TextStream:
@@ -34,7 +39,7 @@ class TextStream:
         task: has the tokenizer, at the latest when the model starts to write.
     """
 
-    def __init__(self, task: LanguageModel) -> None:
+    def __init__(self, task: TokenDecoder) -> None:
         self.task = task
 
     def write(self, model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, **options: Any) -> Tensor:

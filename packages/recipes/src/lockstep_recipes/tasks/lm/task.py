@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import UsageError
-from lockstep.core.task import Metrics, Task
-from lockstep_recipes.tasks.kept import keep
+from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.lm import attention, losses, models, tokens, writing
 from lockstep_recipes.tasks.lm.answers import is_match, number_in
 from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PackedRows, PaddedRows, Prompt, Row
 from lockstep_recipes.tasks.lm.documents import Corpus
+from lockstep_recipes.tasks.lm.interface import LmTask
 from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.lm.presenter import LmPresenter
-from lockstep_recipes.tasks.lm.stream import TextStream
 from lockstep_recipes.tasks.lm.tokens import DocumentTokens
 from lockstep_recipes.tasks.lora.presenter import LoraPresenter
+from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
 
@@ -32,7 +32,7 @@ _KIND = "kind_of_texts.txt"  # kept with a run
 
 
 @final
-class LanguageModel(Task):
+class LanguageModel(LmTask):
     """The model predicts the next token. The loss is the cross-entropy, summed over learned tokens.
 
     Args:
@@ -49,15 +49,9 @@ class LanguageModel(Task):
             self.presenter = LoraPresenter
         self.corpus = Corpus(train, options)
         self.eval_corpus = Corpus(eval, options, split="test") if eval else None
-        self.folder: Path | None = None
-        """The folder with tokenizer and config that is kept with the run. None outside a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained model lacks. Known after `model`."""
-        self.parameters = 0
-        """Number of parameters. Known after `model`."""
+        self.folder, self.stream = None, None
+        self.new_weights, self.parameters = [], 0
         self._trained = False
-        self.stream: TextStream | None = None
-        """Prints the next text while it is written."""
 
     def setup(self, folder: Path, trained: bool) -> None:
         """Save the tokenizer and the model's config in `folder`, in the format of Hugging Face."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep_recipes.tasks import confusion
-from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.readers.labels import count_labels
 from lockstep_recipes.tasks.text.data import TextData
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG
@@ -84,14 +84,14 @@ def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:
 def of_doubles(training: TextData, evaluation: TextData | None, labels: Sequence[str]) -> list[str]:
     """Lines about duplicate texts, and about labels that differ only in case or spaces."""
 
-    def rows(data: TextData) -> doubles.TextRows:
+    def rows(data: TextData) -> duplicates.TextRows:
         places = range(len(data)) if data.rows is None else data.rows
-        return doubles.TextRows(
+        return duplicates.TextRows(
             len(data),
             content=lambda index: data.texts.encoded(int(places[index])),
             label=lambda index: data.labels[places[index]].tobytes(),
             where=data.where,
         )
 
-    lines = doubles.of_texts(rows(training), None if evaluation is None else rows(evaluation))
-    return [*lines, *doubles.of_names(labels)]
+    lines = duplicates.of_texts(rows(training), None if evaluation is None else rows(evaluation))
+    return [*lines, *duplicates.of_names(labels)]

@@ -6,28 +6,65 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.core.presenter import Presenter
+from lockstep.core.task import Task
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
 from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, lines_of
 from lockstep_recipes.tasks.text import hugging_face, log_header
-from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextSample, read_input_texts
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.text.task import Text
+from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextData, TextSample, read_input_texts
+from lockstep_recipes.tasks.text.options import TextOptions
 
 _LINE = 100  # characters of a text in the log
 _NO_TOKENS = "the text is empty, or the tokenizer does not know any of its characters"
 
 
+class TextTask(Task):
+    """What the presenter reads of the task."""
+
+    options: TextOptions
+    reading: dict[str, Any]
+    eval_source: Source | None
+    new_weights: list[str]
+    """Names of the weights that the pretrained model lacks. Known after `model`."""
+    parameters: int
+    """Number of parameters. Known after `model`."""
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of the model, with the label names."""
+        raise NotImplementedError
+
+    @property
+    def tokenizer(self) -> Any:
+        """A Hugging Face tokenizer."""
+        raise NotImplementedError
+
+    @property
+    def labels(self) -> list[str]:
+        """Label names, in the order of the logits."""
+        raise NotImplementedError
+
+    @property
+    def why_nothing_is_held_back(self) -> str | None:
+        """The reason why texts should be held back for evaluation but none are. None if all is well."""
+        raise NotImplementedError
+
+    def train_data(self) -> TextData:
+        raise NotImplementedError
+
+    def eval_data(self) -> TextData | None:
+        raise NotImplementedError
+
+
 class TextPresenter(Presenter):
     """Presents label names with probabilities, and results by class. INPUT arguments are texts, or files with texts."""
 
-    task: Text
+    task: TextTask
 
     def inputs(self, arguments: Sequence[str]) -> InputTexts:
         """The texts of each argument: the rows of a file, the lines of standard input (`-`), or the argument itself."""

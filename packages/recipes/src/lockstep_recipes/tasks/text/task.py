@@ -14,15 +14,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.core.task import Metrics, Task
+from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
-from lockstep_recipes.tasks.kept import keep
+from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, split
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import hugging_face
 from lockstep_recipes.tasks.text.data import TextData, Texts, TextSample, TextTokens, read_texts, tokenise
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG, TextOptions
-from lockstep_recipes.tasks.text.presenter import TextPresenter
+from lockstep_recipes.tasks.text.presenter import TextPresenter, TextTask
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -31,7 +31,7 @@ Batch = dict[str, Any]
 
 
 @final
-class Text(Task):
+class Text(TextTask):
     """Each text has a label, or several labels. The loss is the cross-entropy, summed over samples.
 
     The metrics are accuracy, macro F1 and the confusion matrix.
@@ -45,15 +45,12 @@ class Text(Task):
 
     def __init__(self, options: TextOptions, train: str, eval: str | None = None) -> None:
         self.options = options
-        self.reading: dict[str, Any] = options.of_csv() | {"subset": options.subset}
+        self.reading = options.of_csv() | {"subset": options.subset}
         self.source = Source.parse(train, split="train", **self.reading)
         self.eval_source = Source.parse(eval, split="test", **self.reading) if eval else None
         self.folder: Path | None = None
         """The folder with tokenizer and config that is kept with the run. None outside a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained model lacks. Known after `model`."""
-        self.parameters = 0
-        """Number of parameters. Known after `model`."""
+        self.new_weights, self.parameters = [], 0
         self._trained = False
         self._tokens: dict[Path, TextTokens] = {}
 

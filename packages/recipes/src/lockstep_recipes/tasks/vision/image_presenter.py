@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.core.presenter import Presenter
-from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.image_task import ImageTask
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
@@ -38,7 +38,7 @@ class ImagePresenter(Presenter):
         training, evaluation = task.train_data(), task.eval_data()
         lines = self.of_data("training", training)
         lines += [] if evaluation is None else self.of_data("evaluation", evaluation)
-        lines += doubles.of_images(self.samples(training), self.samples(evaluation))
+        lines += duplicates.of_images(self.samples(training), self.samples(evaluation))
         lines += [*self.of_classes(), self._sizes(), *self.of_evaluation()]
         if task.new_weights:
             lines.append(f"not in {options.model}, so initialised: {listed(task.new_weights)}")
@@ -48,13 +48,13 @@ class ImagePresenter(Presenter):
         """Lines about the training data or the evaluation data."""
         raise NotImplementedError
 
-    def samples(self, data: Any) -> doubles.SplitImages | None:
+    def samples(self, data: Any) -> duplicates.SplitImages | None:
         """The images that are checked for duplicates."""
-        return doubles.samples_of(data)
+        return duplicates.samples_of(data)
 
     def of_classes(self) -> list[str]:
         """Lines about the classes."""
-        return doubles.of_names(self.task.classes)
+        return duplicates.of_names(self.task.classes)
 
     def of_evaluation(self) -> list[str]:
         """Lines about how evaluations prepare images."""

@@ -17,7 +17,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.data.dataset import member_of
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
-from lockstep_recipes.tasks.kept import KeptTask
+from lockstep_recipes.tasks.metadata import MetadataTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
 from lockstep_recipes.tasks.vision.images.normalise import normalise
@@ -40,7 +40,7 @@ class ImageTaskMetadata:
     """Height and width in pixels that suit the model."""
 
 
-class ImageTask(KeptTask):
+class ImageTask(MetadataTask):
     """An image task. Subclasses add `learn`, `read`, `models`, and the computation from a sample to a loss.
 
     Args:

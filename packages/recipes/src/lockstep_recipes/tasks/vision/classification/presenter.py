@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,42 @@ from lockstep.core.data.dataset import member_of
 from lockstep.core.program import Program
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.readers.labels import count_labels
-from lockstep_recipes.tasks.vision.classification.options import SMALL
+from lockstep_recipes.tasks.vision.classification.options import SMALL, ClassificationOptions, Decided
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.image_program import program_of_images
+from lockstep_recipes.tasks.vision.image_task import ImageTask
 from lockstep_recipes.tasks.vision.readers.class_table import listed
-from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, unlabelled_images
+from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImage
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecord, ImageRecords, unlabelled_images
 
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.vision.classification.task import Classification, Sample
-
+Sample = ImageRecord | DecodedImage | tuple[Tensor, int]
 _FEW = 30  # up to this many classes, results are listed by class
+
+
+class ClassificationTask(ImageTask):
+    """What the presenter reads of the task."""
+
+    options: ClassificationOptions
+
+    @property
+    def decided(self) -> Decided:
+        """The options with `auto` replaced for the training images."""
+        raise NotImplementedError
+
+    @property
+    def held_back(self) -> str | None:
+        """A sentence about the images that are held back for evaluation. None: none should be held back."""
+        raise NotImplementedError
+
+    def predict(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Probabilities by class: (samples, classes)."""
+        raise NotImplementedError
 
 
 class ClassificationPresenter(ImagePresenter):
     """Presents the most probable classes, and results by class. INPUT arguments are images and folders of images."""
 
-    task: Classification
+    task: ClassificationTask
 
     def inputs(self, arguments: Sequence[str]) -> ImageRecords:
         """The images that the arguments name: files, folders, patterns and shards."""

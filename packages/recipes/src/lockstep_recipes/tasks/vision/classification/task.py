@@ -18,29 +18,28 @@ from lockstep_recipes.tasks.readers.labels import count_labels
 from lockstep_recipes.tasks.readers.labels import split as split_labels
 from lockstep_recipes.tasks.vision.classification.models import median_side, models_for, size_for
 from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
-from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter
+from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter, ClassificationTask, Sample
 from lockstep_recipes.tasks.vision.image_models import Models
-from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
+from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import eval_image, train_image
 from lockstep_recipes.tasks.vision.images.cache import reduced
 from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.images.mix import draw_partner, mix
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImage, DecodedImages
-from lockstep_recipes.tasks.vision.readers.image_records import ImageRecord, evaluation_source, read_image_records
+from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
+from lockstep_recipes.tasks.vision.readers.image_records import evaluation_source, read_image_records
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
 Batch = dict[str, Tensor]
-Sample = ImageRecord | DecodedImage | tuple[Tensor, int]
 
 _DIGITS = "digits"
 _DIGITS_SIZE = 8
 
 
 @dataclass(frozen=True)
-class ClassificationAbout(ImageTaskMetadata):
+class ClassificationMetadata(ImageTaskMetadata):
     """What the task stores with the run. `counts` are numbers of samples."""
 
     side: int | None = None
@@ -48,7 +47,7 @@ class ClassificationAbout(ImageTaskMetadata):
 
 
 @final
-class Classification(ImageTask):
+class Classification(ClassificationTask):
     """Each image has a label. The loss is the cross-entropy, summed over samples.
 
     The metrics are accuracy, top-k accuracy, macro F1 and the confusion matrix. A batch is a dict of `images`: uint8
@@ -62,10 +61,9 @@ class Classification(ImageTask):
         cache: options of the disk cache of decoded images (`data.cache`).
     """
 
-    options: ClassificationOptions
     presenter = ClassificationPresenter
     kept = "classification.json"
-    about_type = ClassificationAbout
+    about_type = ClassificationMetadata
 
     def __init__(
         self, options: ClassificationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from lockstep.core.program import Program
 from lockstep.drawing import diagrams, drawing
-from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.detection import program
 from lockstep_recipes.tasks.vision.detection.matching import Matched, match
+from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
 from lockstep_recipes.tasks.vision.readers.coco_inputs import CocoNumbers, RunSource, UnlabelledImages, coco_inputs
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.vision.detection.task import Detection
 
 _SIDE = 960  # pixels of image, truth and prediction side by side
 _DIGITS, _MORE_DIGITS = 4, 6
@@ -33,10 +31,10 @@ class DetectionPresenter(ImagePresenter):
     """Presents image, true and detected boxes side by side, and the average precision of each class. INPUT arguments
     are images, folders of images, and a COCO file that names images."""
 
-    task: Detection
+    task: DetectionTask
     picture_side = _SIDE
 
-    def __init__(self, task: Detection) -> None:
+    def __init__(self, task: DetectionTask) -> None:
         super().__init__(task)
         self._numbers: CocoNumbers | None = None
         """The ids of the images of `inputs`. None: the samples are evaluation samples."""
@@ -214,7 +212,7 @@ class DetectionPresenter(ImagePresenter):
         lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in self.task.classes))
         if data.cache is not None:
             lines.append(f"  {data.cache.summary()}")
-        lines += [f"  {line}" for line in doubles.of_boxes(data.annotations)]
+        lines += [f"  {line}" for line in duplicates.of_boxes(data.annotations)]
         return lines + [f"  {note}" for note in data.notes]
 
     def of_evaluation(self) -> list[str]:

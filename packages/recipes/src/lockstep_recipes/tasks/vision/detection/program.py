@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 from lockstep.core.program import Program
-from lockstep_recipes.tasks.vision.detection.models import Detections
+from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Detections
 from lockstep_recipes.tasks.vision.image_program import SCRIPT
+from lockstep_recipes.tasks.vision.image_task import ImageTask
 
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.vision.detection.task import Detection
+
+class DetectionTask(ImageTask):
+    """What the presenter and the program read of the task."""
+
+    @property
+    def models(self) -> DetectionModels:
+        """The object that makes the model, and computes its losses and boxes."""
+        raise NotImplementedError
+
+    def true_boxes(self, image_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The true boxes of an evaluation image: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
+        (n), and whether each is a crowd (n). None if there is no such image."""
+        raise NotImplementedError
 
 
 class _BoxesInSquares(nn.Module):
     """Called as `module(images=..., shapes=...)`. See `program`."""
 
-    def __init__(self, task: Detection, model: nn.Module) -> None:
+    def __init__(self, task: DetectionTask, model: nn.Module) -> None:
         super().__init__()
         self.task, self.model = task, model
 
@@ -30,7 +40,7 @@ class _BoxesInSquares(nn.Module):
         return found.boxes, found.scores, found.labels
 
 
-def program(task: Detection, model: nn.Module) -> Program:
+def program(task: DetectionTask, model: nn.Module) -> Program:
     """The program of a detector for squares.
 
     The inputs are `images`, float32 (squares, channels, size, size) from 0 to 255, and `shapes`, int64 (squares, 2):

@@ -21,8 +21,9 @@ from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Dete
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
+from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.detection.views import View, in_image, views
-from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
+from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
 from lockstep_recipes.tasks.vision.images.mosaic import draw_others, mosaic
@@ -44,7 +45,7 @@ _VIEWS = 8  # tiles to process at a time, if a batch has more tiles than this an
 
 
 @dataclass(frozen=True)
-class DetectionAbout(ImageTaskMetadata):
+class DetectionMetadata(ImageTaskMetadata):
     """What the task stores with the run. `counts` are numbers of boxes."""
 
     category_ids: list[int]
@@ -52,7 +53,7 @@ class DetectionAbout(ImageTaskMetadata):
 
 
 @final
-class Detection(ImageTask):
+class Detection(DetectionTask):
     """Each image has any number of boxes with classes. The metrics are COCO's, by pycocotools.
 
     A batch is a dict. An image has one view, or several if it is split into tiles for an evaluation:
@@ -81,7 +82,7 @@ class Detection(ImageTask):
 
     presenter = DetectionPresenter
     kept = "detection.json"
-    about_type = DetectionAbout
+    about_type = DetectionMetadata
 
     def __init__(
         self, options: DetectionOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None

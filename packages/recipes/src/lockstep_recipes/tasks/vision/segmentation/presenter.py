@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,16 +14,14 @@ from torch.utils.data import Dataset
 from lockstep.core.program import Program
 from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.readers.doubles import SplitImages
+from lockstep_recipes.tasks.readers.duplicates import SplitImages
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.image_program import program_of_images
+from lockstep_recipes.tasks.vision.image_task import ImageTask
 from lockstep_recipes.tasks.vision.images.mask import encode_mask
 from lockstep_recipes.tasks.vision.readers.masked_images import masked_inputs
 from lockstep_recipes.tasks.vision.segmentation.losses import IGNORED
 from lockstep_recipes.tasks.vision.segmentation.windows import Window, Windows
-
-if TYPE_CHECKING:
-    from lockstep_recipes.tasks.vision.segmentation.task import Segmentation
 
 _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
@@ -33,11 +31,19 @@ _EXAMPLE = 64  # pixels: the shorter side of the example of an export, if images
 _WIDER = 32  # pixels: the example of an export is not square
 
 
+class SegmentationTask(ImageTask):
+    """What the presenter reads of the task."""
+
+    def logits_of_equal(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Logits; with `flip_at_evaluation` the logarithm of the mean of two probabilities."""
+        raise NotImplementedError
+
+
 class SegmentationPresenter(ImagePresenter):
     """Presents image, truth and prediction side by side, and the IoU of each class. INPUT arguments are images and
     folders of images."""
 
-    task: Segmentation
+    task: SegmentationTask
     picture_side = _SIDE
     square_evaluations = False
 

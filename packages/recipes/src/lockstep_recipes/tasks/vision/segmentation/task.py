@@ -17,7 +17,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.vision.image_models import Models
-from lockstep_recipes.tasks.vision.image_task import ImageTask, ImageTaskMetadata
+from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images import geometry
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
@@ -30,7 +30,7 @@ from lockstep_recipes.tasks.vision.segmentation import losses
 from lockstep_recipes.tasks.vision.segmentation.losses import IGNORED
 from lockstep_recipes.tasks.vision.segmentation.models import models_for
 from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep_recipes.tasks.vision.segmentation.presenter import SegmentationPresenter
+from lockstep_recipes.tasks.vision.segmentation.presenter import SegmentationPresenter, SegmentationTask
 from lockstep_recipes.tasks.vision.segmentation.windows import Tile, Window, Windows, tiles
 from lockstep_recipes.tasks.vision.use_images import fitted_size
 
@@ -42,7 +42,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class SegmentationAbout(ImageTaskMetadata):
+class SegmentationMetadata(ImageTaskMetadata):
     """What the task stores with the run. `counts` are pixels of the counted masks: see `MaskedImages.check`."""
 
     colors: list[list[int]]
@@ -59,7 +59,7 @@ class SegmentationAbout(ImageTaskMetadata):
 
 
 @final
-class Segmentation(ImageTask):
+class Segmentation(SegmentationTask):
     """Each pixel has a class, or is ignored. Losses are sums over valid pixels, or over images; see `losses`.
 
     A training batch is a dict of `images`: uint8 (images, channels, size, size), and `masks`: int16 (images, size,
@@ -78,7 +78,7 @@ class Segmentation(ImageTask):
 
     presenter = SegmentationPresenter
     kept = "segmentation.json"
-    about_type = SegmentationAbout
+    about_type = SegmentationMetadata
 
     def __init__(
         self, options: SegmentationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None

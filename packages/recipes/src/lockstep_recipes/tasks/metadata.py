@@ -37,7 +37,7 @@ def keep(folder: Path, name: str, save: Callable[[Path], None]) -> None:
         raise UsageError(f"cannot write: {error.strerror}", where=str(folder), remedy=remedy) from error
 
 
-class KeptTask(Task):
+class MetadataTask(Task):
     """A task with two sources, which stores with the run what it derived from the training source: `about`.
 
     Args:

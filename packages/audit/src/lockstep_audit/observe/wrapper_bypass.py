@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep_audit.observe import made, places
+from lockstep_audit.observe import module_creation, places
 from lockstep_audit.observe.recorder import recorder
 
 
@@ -17,7 +17,7 @@ def outside(module: Any) -> list[str | int] | None:
 
     def is_inside(frame: Any) -> bool:
         kind = frame.f_code.co_qualname.rpartition(".")[0]
-        return bool(kind) and not kind.endswith("<locals>") and id(made.owner_of(frame)) in parts
+        return bool(kind) and not kind.endswith("<locals>") and id(module_creation.owner_of(frame)) in parts
 
     return next(iter(places.outside(is_inside)), None)
 

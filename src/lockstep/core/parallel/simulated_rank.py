@@ -1,4 +1,4 @@
-"""A rank that poses as another rank, to see whether a task's own code behaves differently by rank."""
+"""A rank that acts as another rank, to see whether a task's own code behaves differently by rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def posing_as(rank: int) -> Iterator[None]:
+def acting_as_rank(rank: int) -> Iterator[None]:
     """Inside, code that asks for its rank (RANK, `torch.distributed.get_rank`) gets `rank`. Collectives stay."""
     asked, before = dist.get_rank, {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
     os.environ.update(dict.fromkeys(before, str(rank)))

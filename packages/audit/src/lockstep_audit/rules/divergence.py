@@ -19,7 +19,7 @@ Indexed = dict[int, dict[int, Event]]
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first step after which replicas of a model differ."""
 
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Parting:
         return f"at step {self.first['step']}, {' and '.join(what)} between {named(self.ranks)}"
 
 
-def partings(history: EventHistory) -> tuple[list[Parting], bool]:
+def divergences(history: EventHistory) -> tuple[list[Divergence], bool]:
     """The first divergence of each optimizer's model, and whether any step was compared.
 
     Replicas that are equal again later, or that the script averages itself, diverge on purpose.
@@ -59,7 +59,7 @@ def partings(history: EventHistory) -> tuple[list[Parting], bool]:
             if pairs and not (apart and apart <= unwrapped(history)):  # the end covers wrapped models only
                 pairs += _at_the_end(history, by_rank, ranks, ignored)
             compared = compared or bool(pairs)
-            first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
+            first = next((divergence for divergence in pairs if divergence.gradients or divergence.parameters), None)
             begin = next((turn for turn, each in enumerate(pairs) if each.parameters), len(pairs))  # not at a rate of 0
             together = begin == len(pairs) or any(not each.parameters for each in pairs[begin:])
             if first and not averaged and not together and not hooked(history) and not _meet(history, first):
@@ -98,7 +98,7 @@ def _keep_their_own(history: EventHistory) -> bool:
     return len(saved) > 1 and all(own) and not dealt
 
 
-def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
+def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Divergence]:
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
@@ -107,10 +107,10 @@ def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) 
             for kind in ("gradients", "parameters"):
                 told = {rank: event.get(kind) or {} for rank, event in events.items()}
                 kinds += [[name for name in sorted(names) if differ({r: each.get(name) for r, each in told.items()})]]
-            yield Parting(ranks, events, kinds[0], kinds[1], len(names))
+            yield Divergence(ranks, events, kinds[0], kinds[1], len(names))
 
 
-def _at_the_end(history: EventHistory, by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> list[Parting]:
+def _at_the_end(history: EventHistory, by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> list[Divergence]:
     """The parameters of a model of DDP at the end of the script, as if the last step had been looked at."""
     ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
     lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
@@ -154,14 +154,14 @@ def hooked(history: EventHistory) -> bool:
     return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
 
 
-def _meet(history: EventHistory, parting: Parting) -> bool:
+def _meet(history: EventHistory, divergence: Divergence) -> bool:
     """True if the parameters of wrapped models are equal at the end of the script, and some of them had diverged."""
-    ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in parting.ranks}
+    ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in divergence.ranks}
     known = {
         name for told in ends.values() for each in (told or {}).values() if isinstance(each, dict) for name in each
     }
-    is_other = known and parting.parameters and not known & {*parting.parameters}
-    return len(ends) == len(parting.ranks) and all(ends.values()) and not differ(ends) and not is_other
+    is_other = known and divergence.parameters and not known & {*divergence.parameters}
+    return len(ends) == len(divergence.ranks) and all(ends.values()) and not differ(ends) and not is_other
 
 
 def unwrapped(history: EventHistory) -> set[str]:

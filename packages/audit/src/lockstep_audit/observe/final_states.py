@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep_audit.observe import buffers, calls, digests, made, models
+from lockstep_audit.observe import buffers, calls, digests, models, module_creation
 from lockstep_audit.observe.models import parameters_of
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -24,7 +24,7 @@ def note_parameters(*_: Any, **__: Any) -> After:
             _last_buffers[model.number] = digests.of_tensors({n: b for n, (_, b) in buffers.own(model.inner()).items()})
     for copy, (number, at) in calls.copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
-        made_from, is_early = made.modules.get(copy) or (None, None)
+        made_from, is_early = module_creation.modules.get(copy) or (None, None)
         changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
         _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
         _copied[number] |= {"made_from": made_from, "is_early": is_early, "changes": changes}
@@ -55,7 +55,7 @@ def note_unfrozen(model: models.Model, at: list[str | int] | None, held: Callabl
     if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
         return False
     _unfrozen[model.number] = (on + added, off)
-    freed = next((place for name in on if (place := made.freed_at.get(id(parameters[name])))), None)
+    freed = next((place for name in on if (place := module_creation.freed_at.get(id(parameters[name])))), None)
     known = held()
     unowned = [name for name in on if id(parameters[name]) not in known]
     told: dict[str, Any] = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
