@@ -88,12 +88,12 @@ class GlobalLoss:
         """
         rows: list[list[Tensor]] = []
         strategy, per_shard = state.strategy, len(micro_batches) // len(self.world.data_ranks)
-        places = [number // per_shard for number in range(len(micro_batches))]
+        shard_of = [number // per_shard for number in range(len(micro_batches))]
         with restored_state(strategy.unwrapped, "embed"), torch.no_grad():
             for number, micro_batch in enumerate(one_ahead(micro_batches)):
                 if number % per_shard == 0:
-                    strategy.begin_shard(places[number], per_shard)
-                seed_forward(seed_of(state, step, number, places), self.world.device)
+                    strategy.begin_shard(shard_of[number], per_shard)
+                seed_forward(seed_of(state, step, number, shard_of), self.world.device)
                 with self.precision.autocast():
                     embedded = strategy.forward(micro_batch.batch, self.task.embed)
                 leaves_of, form = _rows(embedded, len(micro_batch.indices))

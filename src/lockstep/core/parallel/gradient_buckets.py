@@ -100,7 +100,7 @@ class Bucket:
         assert self._received is not None
         tree: Tree[Tensor] = Tree(self.count, lambda left, right: left.add_(right))
         nodes = [node for of_rank in self._nodes for node in of_rank]
-        for node, value in zip(nodes, self._received.split(self._shard), strict=True):
+        for node, value in zip(nodes, torch.split(self._received, self._shard), strict=True):
             tree.push(Node(node.first, node.size, value))
         total = tree.total()
         self._kept = [total]

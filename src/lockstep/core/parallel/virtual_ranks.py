@@ -72,7 +72,10 @@ class VirtualRanks(Single):
             hook.remove()
         parameters = list(self.trainable.values())
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
         self._buckets, self._bucket_of = [], [0] * len(parameters)
         if self.world.size > 1:
             self._buckets = buckets(parameters, self.world, self.count, self.bucket_bytes)
