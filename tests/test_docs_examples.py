@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "examples.md").read_text()
 def test_every_recipe_and_example_is_there():
     assert not [name for name in recipes() if f"`{name}`" not in PAGE]
     linked = {(ROOT / "docs" / link).resolve() for link in re.findall(r"\]\((\.\./examples/[^)]+)\)", PAGE)}
-    files = [path for path in ROOT.glob("examples/**/*.[pi][yp]*") if "package" not in path.parts]
+    files = [path for path in ROOT.glob("examples/**/*.[pi][yp]*") if not {"package", "__pycache__"} & set(path.parts)]
     assert not [path.name for path in files if path not in linked and path.name != "toy.py"]
 
 

@@ -68,7 +68,7 @@ def window_with_offloaded_norm(device):
 
     place = torch.device(NAME, 0)
     window = LogWindow(World(0, 1, 0, place), {}, 1)
-    sums = {"step": 0, "samples": 4, "totals": {"": 4.0}, "indices": [(0,)], "counted": [True], "bad": []}
+    sums = {"step": 0, "samples": 4, "totals": {"": 4.0}, "indices": [(0,)], "counted": [True], "places": [0], "bad": []}
     for norm in (1.0, float("inf")):
         result = StepResult(**sums, losses=[{"loss": torch.ones((), device=place)}], applied=True)
         result.grad_norm = torch.tensor(norm)
