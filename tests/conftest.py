@@ -44,16 +44,15 @@ def pytest_runtest_logfinish():
         _frozen_modules[0] = len(sys.modules)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_itemcollected(item):
-    if (kept := item.get_closest_marker("cases")) and not item.callspec.id.startswith(kept.args):
-        item.add_marker("exhaustive")
-
-
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if (kept := item.get_closest_marker("cases")) and not item.callspec.id.startswith(kept.args):
+            item.add_marker("exhaustive")
+    done = yield  # pytest leaves out what `-m` does not select
     # Tests that wait for commands come last: the commands run meanwhile.
     items.sort(key=lambda item: item.get_closest_marker("launched") is not None)
+    return done
 
 
 def pytest_collection_finish(session):
