@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lockstep.core import batch_norm, caller, devices, evaluation_run, loop, run_data, run_folder
+from lockstep.core import batch_norm, devices, evaluation_run, loop, run_data, run_folder
 from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import choice
@@ -248,8 +248,7 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
         done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to continue"
     else:
         return
-    asker = "Loop" if run.by_loop else "Trainer"
-    run.tell(caller.words(f"{done}, or start again with --fresh", asker))
+    run.tell(f"{done}, or start again with --fresh")
 
 
 def _tell_why_it_ended(run: Run, parts: JoinedParts, elapsed_s: float) -> None:

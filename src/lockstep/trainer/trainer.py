@@ -14,6 +14,7 @@ from lockstep.configs import config_file
 from lockstep.core import (
     caller,
     joined_parts,
+    keywords,
     this_process,
 )
 from lockstep.core.build import Run
@@ -38,7 +39,7 @@ from lockstep.trainer.trained_model import TrainedModel
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
 
-@caller.speaks_python
+@keywords.speaks_python
 class Trainer:
     """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.core import caller, this_process
-from lockstep.core.errors import Preempted, RankError
+from lockstep.core.errors import LockstepError, Preempted, RankError
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.rendezvous import store_of_ranks
 from lockstep.core.parallel.world import World
@@ -51,6 +51,8 @@ class Exit:
             raise
         except BaseException as error:
             found = self.fail(error)
+            if isinstance(found, LockstepError):
+                caller.translate(found, "Loop")
             if isinstance(found, Preempted) and LAUNCHED not in os.environ:
                 report_failure(found, str(found))
                 if this_process.is_first():
