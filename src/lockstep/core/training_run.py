@@ -241,6 +241,8 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
     if run.state.step < run.stop:
         key = "train.stop_when" if run.stopping.reason() else "train.max_time" if run.stopping.time_is_up(0.0) else ""
     done = f"{run.folder} is complete at step {run.state.step}: "
+    if run.state.step > run.stop:
+        done = f"{run.folder} is at step {run.state.step}, and {key} asks for {run.stop} steps: "
     if not key and parts.ended:
         name, reason = parts.ended
         done += f"{name}: {reason}. Leave this Part out to continue"
@@ -289,4 +291,6 @@ def _preempted(run: Run, saver: Saver, signal: str) -> Preempted:
     if step:
         text = f"stopped by {signal} at step {step} of {run.stop}, saved"
     run.tell(text)
-    return Preempted(text)
+    stopped = Preempted(text)
+    stopped.is_in_log = True
+    return stopped

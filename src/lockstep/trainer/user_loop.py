@@ -163,7 +163,7 @@ class Loop:
             parsed, folder, fresh, caller.keys_of(allow_change), quiet, parts=(*parts, self._kept), by_loop=True
         )
         user_exit.close_open()
-        self._exit = user_exit.Exit(self._leave)
+        self._exit = user_exit.Exit(self._leave, quiet=quiet)
         self._step: LoopStep | None = None
         self._engine: Any = None
         self._has_left = False

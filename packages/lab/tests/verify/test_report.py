@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep_lab.verify.html_report import to_html
-from lockstep_lab.verify.report import line, summary, to_json
+from lockstep_lab.verify.report import HEAD, line, summary, to_json
 from lockstep_lab.verify.result import CheckResult, VerifyResult
 
 NASTY = "<script>alert('&\"')</script>"
@@ -300,6 +300,14 @@ def test_notes_and_rows_are_shown():
     assert 'a.png [1, "cat"] 0.123457 -' in read.text
     assert "x" * 199 + "… - 0.5 nan" in read.text
     assert [one["href"] for one in read.all("a")] == ["#" + one["id"] for one in read.all("section")]
+
+
+def test_the_heads_are_above_the_columns():
+    said = line(check(reason="why", value=3.1e-14, bound=1e-11, seconds=2.3))
+    head = HEAD.replace("value and bound", "value_and_bound")
+    assert head.split() == ["check", "result", "value_and_bound", "reason", "(time)"]
+    for name, text in zip(head.split(), ("ranks", "passed", "3.1e-14", "why"), strict=False):
+        assert head.index(name) == said.index(text)
 
 
 def test_a_line_has_aligned_columns():

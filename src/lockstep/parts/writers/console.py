@@ -66,9 +66,10 @@ class ConsoleWriter(Writer):
         """Those of the current evaluation."""
         self.details_at_end: list[str] = []
         """Those of the last evaluation that has ended."""
+        left = f"steps {run.first_step + 1} to {run.last_step}" if run.first_step < run.last_step else "no step is left"
         self.message(
             f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
-            f"steps {min(run.first_step + 1, run.last_step)} to {run.last_step}, {run.folder}"
+            f"{left}, {run.folder}"
         )
         if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would overwrite the debugger
             columns = (
