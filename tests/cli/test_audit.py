@@ -47,7 +47,10 @@ def test_without_the_package_the_command_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(sys, "path", places)
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if "editable" not in repr(one).lower()])
     done = call("--help")
-    assert (done.exit_code, f"pip install torch-lockstep-audit=={lockstep.__version__}" in done.stderr) == (2, True)
+    assert (
+        done.exit_code,
+        f"in the clone of Lockstep {lockstep.__version__}: pip install -e packages/audit" in done.stderr,
+    ) == (2, True)
 
 
 def test_another_version_of_the_package_is_refused(monkeypatch):
@@ -55,7 +58,7 @@ def test_another_version_of_the_package_is_refused(monkeypatch):
     done = call("train.py")
     assert done.exit_code == 2
     assert "torch-lockstep-audit is 0.0.9" in done.stderr
-    assert f"pip install torch-lockstep-audit=={lockstep.__version__}" in done.stderr
+    assert f"in the clone of Lockstep {lockstep.__version__}: pip install -e packages/audit" in done.stderr
 
 
 LOOP = """

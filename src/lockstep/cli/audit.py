@@ -9,7 +9,7 @@ from lockstep.cli.commands import WORDS
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
 
-_REMEDY = f"pip install torch-lockstep-audit=={lockstep.__version__}; in a clone: make .venv/.ready"
+_REMEDY = f"in the clone of Lockstep {lockstep.__version__}: pip install -e packages/audit"
 
 
 def audit(context: typer.Context) -> None:
