@@ -16,6 +16,7 @@ from lockstep.core.errors import (
     UsageError,
     WatchError,
 )
+from lockstep.trainer import user_exit
 from tests import own_tasks, runs
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, LockstepError)]
@@ -126,6 +127,20 @@ def test_an_error_in_a_method_of_a_task_is_described_by_method_and_line(tmp_path
     line = FailingLoss.part.__code__.co_firstlineno + 1
     assert first.startswith(f"{__file__}:{line}, in part: Task.loss failed: TypeError: list indices")
     assert second.startswith("Traceback")
+
+
+def test_an_error_of_a_script_is_described_by_its_own_frames(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("def part():\n    return [][3]\n\n\npart()\n")
+    with pytest.raises(IndexError) as caught:
+        user_exit.run_script([str(script)])
+    error = caught.value
+    while error.__traceback__.tb_frame.f_code is not user_exit.run_script.__code__:  # without the frames of this test
+        error.__traceback__ = error.__traceback__.tb_next
+    first, second, *rest = errors.described(error).splitlines()
+    assert first == f"{script}:2, in part: IndexError: list index out of range"
+    assert "--debug shows all" in second
+    assert [line.split(",")[0] for line in rest if line.startswith("  File")] == [f'  File "{script}"'] * 2
 
 
 def test_an_error_of_lockstep_itself_is_a_traceback():

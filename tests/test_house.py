@@ -203,6 +203,26 @@ def test_the_engine_imports_no_package_that_is_installed_on_top_of_it():
     assert "lockstep_lab" not in of_lab
 
 
+def test_no_message_installs_from_an_index_what_is_not_there_yet():
+    """Before the first release, remedies name the clone, or the package that is missing."""
+    pattern = re.compile(r"pip install [^;\n]*torch-lockstep")
+    naming = [path for folder in SOURCES.values() for path in folder.rglob("*.py") if pattern.search(path.read_text())]
+    assert naming == []
+
+
+@pytest.mark.parametrize("name", ["vision/use_images.py", "ct/use_volumes.py"])
+def test_the_script_of_an_export_has_a_help_and_names_missing_files(name):
+    script = SOURCES["lockstep_recipes"] / "tasks" / name
+    for words, code, says in (
+        (["--help"], 0, "python use_model.py"),
+        ([], 1, "python use_model.py"),
+        (["a.x", __file__, "b.x"], 1, "error: there is no such file: a.x, b.x\n"),
+    ):
+        done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+        assert says in (done.stderr if code else done.stdout)
+
+
 def graph(*packages):
     """The modules that each module imports, also late and for type checkers alone."""
     known = modules(*packages)

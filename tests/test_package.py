@@ -147,8 +147,8 @@ def test_the_wheel_trains_in_an_environment_that_has_nothing_else(made, tmp_path
     call = lambda *arguments, **more: run(bin_ / "lockstep", *arguments, cwd=tmp_path, **more)  # noqa: E731
     call("init", "mine.py")
     call("train", "mine.py:MyTask", "train.steps=3")  # the engine needs no other package
-    assert "pip install 'torch-lockstep[recipes]'" in call("train", "digits", code=2)
-    assert "pip install 'torch-lockstep[lab]'" in call("report", "runs/digits", code=2)
+    assert "pip install -e packages/recipes" in call("train", "digits", code=2)
+    assert "pip install -e packages/lab" in call("report", "runs/digits", code=2)
     run(bin_ / "python", "-m", *install, *(made / one.wheel for one in OTHERS))
     assert "Check this training: lockstep verify digits" in call("train", "digits", "train.steps=3", "--nproc", "2")
     call("report", "runs/digits")

@@ -33,7 +33,10 @@ def _check_package() -> None:
     if not hasattr(lockstep, "__all__"):
         home = os.path.dirname(lockstep.__file__ or "")
         what = f"error: another distribution named lockstep has replaced a file of torch-lockstep in {home}"
-        print(f"{what}. Run: pip uninstall lockstep torch-lockstep; pip install torch-lockstep", file=sys.stderr)
+        print(
+            f"{what}. Run: pip uninstall lockstep torch-lockstep; in the clone of Lockstep: pip install -e .",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 import lockstep
 import lockstep_audit
 from lockstep.cli.application import app
-from lockstep_audit import command
+from lockstep_audit import command, judge
+from lockstep_audit.settings import Settings
+from packages.audit.tests import forked
 
 
 def call(*words):
@@ -20,8 +22,9 @@ def test_all_words_and_the_exit_code_are_those_of_the_package(monkeypatch):
     seen = []
     monkeypatch.setattr(command, "main", lambda given, name: seen.append((given, name)) or 3)
     words = ["--nproc", "4", "-v", "--no-probe", "--patience=9", "-m", "package.train", "--lr", "1", "--help"]
-    assert call(*words).exit_code == 3
-    assert seen == [(words, "lockstep audit")]
+    for given in (words, ["--", "train.py", "--nproc", "2"], ["--strict", "--", "train.py"]):
+        assert call(*given).exit_code == 3
+        assert seen.pop() == (given, "lockstep audit")
 
 
 def test_both_commands_say_the_same(tmp_path, monkeypatch, capsys):
@@ -44,7 +47,10 @@ def test_without_the_package_the_command_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(sys, "path", places)
     monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if "editable" not in repr(one).lower()])
     done = call("--help")
-    assert (done.exit_code, f"pip install torch-lockstep-audit=={lockstep.__version__}" in done.stderr) == (2, True)
+    assert (
+        done.exit_code,
+        f"in the clone of Lockstep {lockstep.__version__}: pip install -e packages/audit" in done.stderr,
+    ) == (2, True)
 
 
 def test_another_version_of_the_package_is_refused(monkeypatch):
@@ -52,4 +58,31 @@ def test_another_version_of_the_package_is_refused(monkeypatch):
     done = call("train.py")
     assert done.exit_code == 2
     assert "torch-lockstep-audit is 0.0.9" in done.stderr
-    assert f"pip install torch-lockstep-audit=={lockstep.__version__}" in done.stderr
+    assert f"in the clone of Lockstep {lockstep.__version__}: pip install -e packages/audit" in done.stderr
+
+
+LOOP = """
+import torch, lockstep
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+loop = lockstep.Loop(model, optimizer, (torch.randn(8, 4),), global_batch=4, epochs=1, run_dir="run", quiet=True)
+for step in loop:
+    for (x,) in step:
+        step.backward(loop.model(x).square().mean())
+"""
+
+
+def test_trial_steps_of_the_engine_do_not_count_as_steps_of_a_script(tmp_path):
+    """The engine tries the optimizer before the first step, and also if the run is complete."""
+    (tmp_path / "train.py").write_text(LOOP)
+    for verdict, steps in ((judge.Verdict.CLEAN, [0, 1]), (judge.Verdict.INCONCLUSIVE, [])):
+        events = tmp_path / verdict.value
+        arguments = (events, tmp_path / "train.py")
+        [done] = forked.ended(
+            [forked.start(forked.observed, *arguments, cwd=tmp_path, LOCKSTEP_AUDIT_JUDGED_OUTSIDE="1")]
+        )
+        assert done.returncode == 0, done.stderr
+        history = judge._read(events)
+        assert [event["index"] for event in history.of("step")] == steps
+        assert judge.judge(events, Settings()) is verdict

@@ -1,23 +1,42 @@
 """`lockstep run`, before it starts a script."""
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from lockstep.cli.application import app
+from lockstep.cli.run import OPTIONS
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["run", *words])
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "warns"),
+    ("script", "words", "right"),
     [
-        ("print('it ran')", ["--nproc", "2"], True),
-        ("print('it ran')", ["--max-restarts=1"], True),
-        ("print('it ran')  # --nproc is its own", ["--nproc", "2"], False),
-        ("print('it ran')", ["--lr", "0.1"], False),
+        ("print('it ran')", ["SCRIPT", "--nproc", "2"], "--nproc 2 SCRIPT"),
+        ("print('it ran')", ["--cold", "SCRIPT", "--lr", "1", "--max-restarts=1", "x"], None),
+        ("print('it ran')", ["SCRIPT", "data", "--debug", "x"], "--debug SCRIPT data x"),
+        ("print('it ran')  # --nproc is its own", ["SCRIPT", "--nproc", "2"], ""),
+        ("print('it ran')", ["--", "SCRIPT", "--nproc", "2"], ""),
+        ("print('it ran')", ["SCRIPT", "--lr", "0.1", "-v"], ""),
     ],
 )
-def test_an_option_after_a_script_that_does_not_know_it_is_a_warning(tmp_path, script, arguments, warns):
+def test_an_option_after_a_script_that_does_not_have_it_is_an_error_with_the_right_order(
+    tmp_path, script, words, right
+):
     path = tmp_path / "train.py"
     path.write_text(script)
-    done = CliRunner().invoke(app, ["run", str(path), *arguments])
-    assert done.exit_code == 0, done.output
-    assert (f"write lockstep run {arguments[0].partition('=')[0]} VALUE {path}" in done.stderr) == warns
+    right = "--cold --max-restarts=1 SCRIPT --lr 1 x" if right is None else right
+    done = run(*[str(path) if word == "SCRIPT" else word for word in words])
+    assert done.exit_code == (2 if right else 0), done.output
+    if right:
+        kept = " ".join([*words[: words.index("SCRIPT")], "--", *words[words.index("SCRIPT") :]])
+        remedy = f"write lockstep run {right}; if the script has it: lockstep run {kept}"
+        assert remedy.replace("SCRIPT", str(path)) in done.stderr
+
+
+def test_the_order_is_checked_for_all_options_of_the_command():
+    taken = [(name, one) for one in get_command(app).commands["run"].params for name in one.opts]
+    assert {name: not one.is_flag for name, one in taken if name.startswith("--")} == OPTIONS

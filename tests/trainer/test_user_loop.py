@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
 
 import lockstep
-from lockstep.core.errors import RankError, UsageError
+from lockstep.core.errors import Preempted, RankError, UsageError
 from lockstep.trainer import user_exit
 from lockstep_lab.verify.workers import WorkerEnded
 from tests import own_tasks, ranks, runs
@@ -624,3 +624,39 @@ def test_a_part_of_the_model_can_be_saved_by_itself(tmp_path):
     saved = torch.load(tmp_path / "part.pt")
     assert saved.keys() == {"weight", "bias"}
     assert torch.equal(saved["weight"], part.weight)
+
+
+def test_a_resumed_run_that_asks_for_fewer_epochs_says_so(tmp_path, capsys):
+    def train(epochs):
+        model = nn.Linear(4, 1)
+        data, optimizer = (torch.ones(16, 4),), torch.optim.SGD(model.parameters(), 0.1)
+        given = {
+            "global_batch": 4,
+            "run_dir": tmp_path / "run",
+            "config": {"log.writers": ["text_log"], "device": "cpu"},
+        }
+        loop = lockstep.Loop(model, optimizer, data, epochs=epochs, **given)
+        for step in loop:
+            for (batch,) in step:
+                step.backward(loop.model(batch).square().mean())
+        loop.close()
+        return capsys.readouterr().out
+
+    assert "steps 1 to 12, " in train(3)
+    again, fewer = train(3), train(2)
+    for said in (again, fewer):
+        assert "global batch 4, no step is left, " in said
+    assert "is complete at step 12: raise epochs to continue, or start again with Loop(fresh=True)" in again
+    assert "is at step 12, and epochs asks for 8 steps: raise epochs to continue" in fewer
+
+
+@pytest.mark.parametrize(
+    ("quiet", "is_in_log", "says"), [(False, True, ""), (True, True, "x; "), (False, False, "x; ")]
+)
+def test_the_end_by_a_signal_is_said_once(quiet, is_in_log, says, capsys):
+    stopped = Preempted("x")
+    stopped.is_in_log = is_in_log
+    end = user_exit.Exit(lambda: None, quiet=quiet)
+    with pytest.raises(SystemExit), end.guarded():
+        raise stopped
+    assert capsys.readouterr().err == f"{says}run the same command again to resume\n"

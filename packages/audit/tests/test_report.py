@@ -177,6 +177,21 @@ def test_exit_codes(made, settings, verdict, code, tmp_path, capsys):
     assert "lockstep-audit: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_script_that_trains_nothing_is_inconclusive_with_the_reason_and_a_remedy(loads, tmp_path, capsys):
+    made = Script().exit() if not loads else Script().add("state", at=["/t.py", 3, "f"], what="model").exit()
+    folder = written(made, tmp_path / "events")
+    assert judge.judge(folder, Settings()) is judge.Verdict.INCONCLUSIVE
+    why, remedy, last = capsys.readouterr().out.splitlines()[-3:]
+    assert why.startswith("inconclusive: no rank stepped a torch optimizer")
+    assert ("t.py:3 loaded a checkpoint" in why) == ("new run directory" in remedy) == loads
+    assert remedy.startswith("  remedy: audit a ")
+    assert last.startswith("lockstep-audit: inconclusive; ")
+    judge.judge(folder, Settings("json"))
+    told = json.loads(capsys.readouterr().out)
+    assert (told["exit_code"], told["inconclusive"]["remedy"]) == (1, remedy.removeprefix("  remedy: "))
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_one_rank_says_how_many_rules_were_not_exercised(world, tmp_path, capsys):
     writer = EventWriter(tmp_path, 0)

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from lockstep_audit import __main__ as module
 from lockstep_audit import command, sessions
+from lockstep_audit import run as run_module
 from lockstep_audit.judge import FINDINGS, USAGE
+from lockstep_audit.settings import JUDGED_OUTSIDE, Settings
 from packages.audit.tests import lone
 from packages.audit.tests.processes import HANG_S, ROOT, environment
 from packages.audit.tests.test_pages import END, LINES, PRELUDE
@@ -91,6 +95,53 @@ def test_the_command_takes_its_options_then_the_script_and_its_own(monkeypatch, 
     assert (other.strict, other.verbose, other.format, str(other.output)) == (False, False, "json", "report")
     assert how == {"nproc": 4, "folder": None, "every": 50, "patience": 9.0, "probe": False}
     assert defaults == {"nproc": 2, "folder": None, "every": 50, "patience": 60.0, "probe": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "right"),
+    [
+        ("", ["t.py", "--nproc", "2"], "--nproc 2 t.py"),
+        ("", ["--strict", "t.py", "--lr", "1", "--format=json", "x"], "--strict --format=json t.py --lr 1 x"),
+        ("", ["t.py", "--no-probe", "x"], "--no-probe t.py x"),
+        ("'--write-baseline'", ["t.py", "--write-baseline", "x"], ""),
+        ("write_baseline = 3", ["t.py", "--write-baseline", "x"], ""),
+        ("", ["--strict", "--", "t.py", "--nproc", "2"], ""),
+        ("", ["t.py", "--lr", "1", "-v"], ""),
+        ("", ["-m", "t", "--nproc", "2"], ""),
+    ],
+)
+def test_an_option_after_a_script_that_does_not_have_it_is_an_error_with_the_right_order(
+    text, words, right, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "run", lambda *_, **__: 0)
+    Path("t.py").write_text(text)
+    assert command.main(words) == (USAGE if right else 0)
+    kept = " ".join([*words[: words.index("t.py")], "--", *words[words.index("t.py") :]]) if right else ""
+    remedy = f"write lockstep-audit {right}; if the script has it: lockstep-audit {kept}\n"
+    assert (remedy in capsys.readouterr().err) == bool(right)
+
+
+def test_torchrun_reads_no_argument_of_the_script(monkeypatch, tmp_path):
+    """It knows abbreviations: `--nproc` could be two of its options, and `--start` would be one."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text("")
+    started = []
+    monkeypatch.setattr(run_module.subprocess, "Popen", lambda command, **_: started.append(command) or 1 / 0)
+    own = ["--nproc", "3", "--start", "x", "--log", "--role=a", "-m", "-r", "--", "--nnodes"]
+    with pytest.raises(ZeroDivisionError):
+        run_module.run(["t.py", *own], Settings(), nproc=2)
+    options = get_args_parser().parse_args(started[0][3:])
+    assert (options.module, options.training_script, options.nproc_per_node) == (True, "lockstep_audit", "2")
+    seen = []
+    monkeypatch.setattr(module, "run", lambda *given: seen.append(given))
+    monkeypatch.setattr(module.boot, "activate", lambda *_, **__: None)
+    monkeypatch.setattr(module.boot, "on_leave", [])
+    monkeypatch.setattr(module.recorder, "is_main", False)
+    monkeypatch.setenv(JUDGED_OUTSIDE, "1")
+    module.main(options.training_script_args)
+    assert seen == [(None, "t.py", own)]
 
 
 def test_bad_options_are_errors_of_usage_before_anything_runs(monkeypatch, tmp_path, capsys):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import typer
 
 import lockstep
+from lockstep.cli.commands import WORDS
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
 
-_REMEDY = f"pip install torch-lockstep-audit=={lockstep.__version__}; in a clone: make .venv/.ready"
+_REMEDY = f"in the clone of Lockstep {lockstep.__version__}: pip install -e packages/audit"
 
 
 def audit(context: typer.Context) -> None:
@@ -23,4 +24,4 @@ def audit(context: typer.Context) -> None:
         if lockstep_audit.__version__ != lockstep.__version__:
             versions = f"torch-lockstep-audit is {lockstep_audit.__version__}, torch-lockstep {lockstep.__version__}"
             raise UsageError(f"{versions}: they are released together", remedy=_REMEDY)
-    raise typer.Exit(lockstep_audit.command.main(context.args, name="lockstep audit"))
+    raise typer.Exit(lockstep_audit.command.main(context.meta[WORDS], name="lockstep audit"))

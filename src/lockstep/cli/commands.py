@@ -11,12 +11,15 @@ from lockstep.cli.reporting import reporting
 from lockstep.core.config import other_words
 from lockstep.core.errors import UsageError
 
+WORDS = "lockstep.words"
+"""Key of a context's `meta`: all words after the command, also the `--` that click takes out."""
+
 
 class Command(TyperCommand):
     """A command that names the keys and options that are meant by unknown ones: `--epochs 3` is `train.epochs=3`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
+        given = ctx.meta[WORDS] = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

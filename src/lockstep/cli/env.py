@@ -84,7 +84,7 @@ def _versions() -> dict[str, Any]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         found["warning"] = (
             f"the distribution lockstep {metadata.version('lockstep')} is installed, too, and has a module of the same "
-            "name: pip uninstall lockstep torch-lockstep; pip install torch-lockstep"
+            "name: pip uninstall lockstep torch-lockstep; in the clone of Lockstep: pip install -e ."
         )
     found |= {"python": f"{platform.python_version()} ({platform.python_implementation()})", "torch": _of_torch()}
     found["system"] = platform.platform()
@@ -228,7 +228,7 @@ def _missing_of(extras: tuple[str, ...]) -> str:
     except (metadata.PackageNotFoundError, ImportError):
         return "not known: torch-lockstep is not installed by pip"
     which = f"[{','.join(extras)}]" if extras else ""
-    named = f" (pip install '{_DISTRIBUTION}{which}')"
+    named = f" (in the clone of Lockstep: pip install -e '.{which}')"
     return f"missing: {', '.join(dict.fromkeys(missing))}{named}" if missing else "complete"
 
 

@@ -87,4 +87,4 @@ def of_missing_package(name: str) -> UsageError | None:
         return None
     what = f"`lockstep {name}` is a command of the package {package}, which is not installed"
     extra = package.removeprefix("torch-lockstep-")
-    return UsageError(what, remedy=f"pip install 'torch-lockstep[{extra}]'; in a clone: make .venv/.ready")
+    return UsageError(what, remedy=f"in the clone of Lockstep: pip install -e packages/{extra}")

@@ -133,7 +133,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
         trainer.predict_rows(add, inputs, samples, task, begin=bar.begin, folder=folder, **how)
     if rows is not None and out is not None:
         lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
-        print(f"{count} predictions: {out}{lacking}", file=sys.stderr)
+        print(f"{count} prediction{'s' * (count != 1)}: {out}{lacking}", file=sys.stderr)
     if unreadable:
         more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         listed = "\n  ".join(unreadable[:_NAMED])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.commands import WORDS
 from lockstep.cli.options import Cold, Debug
 from lockstep.cli.reporting import reporting
 from lockstep.core import this_process
 from lockstep.core.config import other_words
 from lockstep.core.errors import UsageError
 
+OPTIONS = {"--nproc": True, "--max-restarts": True, "--cold": False, "--debug": False}
+"""The options of this command, and whether they take a value."""
 _MODULES = ("lockstep.trainer.user_loop", "lockstep.trainer.local_ranks")
 
 
@@ -37,8 +41,7 @@ def run(
             remedy = "give the path of your script, after the options: lockstep run --nproc 2 train.py --lr 0.1"
             raise UsageError("there is no such file", where=script, remedy=remedy)
         arguments = [script, *context.args]
-        if not this_process.is_rank() and (line := _late_option(script, context.args)):
-            print(line, file=sys.stderr)
+        _check_order(context.meta[WORDS], script, context.args)
         local_ranks.check_nproc(nproc)
         if this_process.is_rank() or nproc == "1":
             run_script(arguments)
@@ -51,13 +54,29 @@ def run(
             launcher.launch([*(["--debug"] if debug else []), *arguments], ranks, max_restarts, main=run_rank)
 
 
-def _late_option(script: str, after: Sequence[str]) -> str:
-    """A warning if an option of this command follows a script that does not know it. Empty: there is none."""
+def _check_order(words: Sequence[str], script: str, after: Sequence[str]) -> None:
+    """Refuse an option of this command after a script that does not have it, unless `--` comes before the script.
+
+    Args:
+        words: all words of the command line after `lockstep run`.
+
+    Raises:
+        UsageError: names the command in the right order.
+    """
+    own = words[: len(words) - len(after) - 1]
+    late = next((word for word in after if word.partition("=")[0] in OPTIONS), None)
+    if late is None or own[-1:] == ["--"]:
+        return
+    name, plain = late.partition("=")[0], late.partition("=")[0].strip("-")
     text = Path(script).read_text(encoding="utf-8", errors="replace")
-    name = next((word.partition("=")[0] for word in after if word.startswith(("--nproc", "--max-restarts"))), "")
-    if not name or name.strip("-") in text or name.strip("-").replace("-", "_") in text:
-        return ""
-    return f"warning: {name} after the script belongs to the script: write lockstep run {name} VALUE {script}"
+    if plain in text or plain.replace("-", "_") in text:
+        return
+    place = after.index(late)
+    end = place + (2 if OPTIONS[name] and late == name else 1)
+    moved = shlex.join([*own, *after[place:end], script, *after[:place], *after[end:]])
+    what = f"it comes after {script}, which does not have this option"
+    kept = shlex.join([*own, "--", script, *after])
+    raise UsageError(what, where=name, remedy=f"write lockstep run {moved}; if the script has it: lockstep run {kept}")
 
 
 def _no_such_option(word: str, after: Sequence[str]) -> UsageError:

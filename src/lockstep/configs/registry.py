@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 
-NO_RECIPES = "no recipes are installed: pip install 'torch-lockstep[recipes]'; or give"
+NO_RECIPES = "no recipes are installed: in the clone of Lockstep, pip install -e packages/recipes; or give"
 """Begins the remedy of an error, if a recipe or a kind of task is asked for."""
 
 

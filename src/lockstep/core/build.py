@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.core import devices, optimizer_class, task_checks
+from lockstep.core import caller, devices, optimizer_class, task_checks
 from lockstep.core.checkpoint import finite
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Form, check_complete
@@ -111,7 +111,7 @@ class Run:
 
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""
-        tell(self.writers, text)
+        tell(self.writers, caller.words(text, "Loop" if self.by_loop else "Trainer"))
 
 
 class Beginning:

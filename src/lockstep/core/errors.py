@@ -112,6 +112,8 @@ class Preempted(BaseException):
     """
 
     exit_code = 75
+    is_in_log = False
+    """True if the log of the run has its text, which the terminal shows unless the run is quiet."""
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
@@ -166,7 +168,8 @@ def described(error: BaseException) -> str:
     """The traceback of an error that Lockstep does not know, below a line on the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [number for number, frame in enumerate(frames) if library_of(frame.filename) == LOCKSTEP]
-    called = frames[ours[-1] + 1 : ours[-1] + 2] if ours else []
+    inner = frames[ours[-1] + 1 :] if ours else []
+    called = [frame for frame in inner if library_of(frame.filename) != PYTHON][:1]  # a script is run by runpy
     if not called or not is_own_code(called[0].filename):
         return short_traceback(error)
     frame, method = frame_of_task(error), called[0].name
@@ -176,10 +179,12 @@ def described(error: BaseException) -> str:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback without the frames inside installed libraries, except for the last frame."""
+    """The traceback without the frames before the user's code and inside installed libraries, except for the last."""
     frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if is_own_code(frame.filename)), 0)
+    frames = frames[first:]
     shown = (None, LOCKSTEP, PYTHON)
     last = len(frames) - 1
     kept = [frame for number, frame in enumerate(frames) if number == last or library_of(frame.filename) in shown]
     lines = traceback.format_list(kept) + traceback.format_exception_only(error)
-    return "Traceback (frames inside libraries are left out):\n" + "".join(lines).rstrip()
+    return "Traceback (frames inside libraries are left out; --debug shows all):\n" + "".join(lines).rstrip()

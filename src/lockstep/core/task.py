@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.core import devices
+from lockstep.core import devices, keywords
 from lockstep.core.defaults import default, is_default
 from lockstep.core.errors import TrainingError, UsageError
 from lockstep.core.presenter import Presenter
@@ -57,6 +57,7 @@ def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> No
         ) from error
 
 
+@keywords.of_class
 @dataclass(frozen=True)
 class Metrics:
     """Metrics, and how a batch is fed to them. `Task.metrics` may return this."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lockstep.core import batch_norm, caller, devices, evaluation_run, loop, run_data, run_folder
+from lockstep.core import batch_norm, devices, evaluation_run, loop, run_data, run_folder
 from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import choice
@@ -241,6 +241,8 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
     if run.state.step < run.stop:
         key = "train.stop_when" if run.stopping.reason() else "train.max_time" if run.stopping.time_is_up(0.0) else ""
     done = f"{run.folder} is complete at step {run.state.step}: "
+    if run.state.step > run.stop:
+        done = f"{run.folder} is at step {run.state.step}, and {key} asks for {run.stop} steps: "
     if not key and parts.ended:
         name, reason = parts.ended
         done += f"{name}: {reason}. Leave this Part out to continue"
@@ -248,8 +250,7 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
         done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to continue"
     else:
         return
-    asker = "Loop" if run.by_loop else "Trainer"
-    run.tell(caller.words(f"{done}, or start again with --fresh", asker))
+    run.tell(f"{done}, or start again with --fresh")
 
 
 def _tell_why_it_ended(run: Run, parts: JoinedParts, elapsed_s: float) -> None:
@@ -290,4 +291,6 @@ def _preempted(run: Run, saver: Saver, signal: str) -> Preempted:
     if step:
         text = f"stopped by {signal} at step {step} of {run.stop}, saved"
     run.tell(text)
-    return Preempted(text)
+    stopped = Preempted(text)
+    stopped.is_in_log = True
+    return stopped

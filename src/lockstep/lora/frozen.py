@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lockstep.core import keywords
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.parameter_names import matches, names_of_parameters
 
@@ -21,6 +22,7 @@ _UNUSED = ".original_module."  # peft's copy of a layer that trains completely
 _MANY = 1_000_000  # from this many frozen parameters, the log suggests `trained_only`
 
 
+@partial(keywords.checked, name="trained_only")
 def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str] = ()) -> M:
     """Leave the frozen weights of a model out of its `state_dict` and checkpoints: for `Task.model`.
 

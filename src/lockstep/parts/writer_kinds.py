@@ -45,7 +45,7 @@ def find_writer(name: str) -> type[Writer]:
         name, Writer, group=GROUP, key="log.writers", built_in=_built_in_writer, known=_built_in()
     )
     if kind.library and importlib.util.find_spec(kind.library) is None:
-        remedy = f"pip install 'torch-lockstep[{kind.library}]'" if name in _built_in() else f"install {kind.library}"
+        remedy = f"pip install {kind.library}" if name in _built_in() else f"install {kind.library}"
         what = f"{kind.library} is not installed"
         raise UsageError(what, where=f"log.writers: {name}", remedy=f"{remedy}, or remove the writer")
     return kind

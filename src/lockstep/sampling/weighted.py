@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.core import keywords
 from lockstep.core.data.order import Indices, derive_seed, derive_seeds
 from lockstep.core.errors import DataError
 
 _DRAW = 0x3E1647  # part of the seeds of draws, so that they differ from the seeds of samples
 
 
+@keywords.of_class
 class WeightedSampler:
     """The order of a data set whose samples are drawn with replacement: `data.order = WeightedSampler(weights)`.
 

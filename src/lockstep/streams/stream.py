@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.core import keywords
 from lockstep.core.build import Run
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.order import Indices
@@ -32,6 +33,7 @@ class InTurn:
         return positions + epoch * self.length
 
 
+@keywords.of_class
 class Stream(Dataset[Any]):
     """Training data that is read sequentially: `return lockstep.Stream(samples)` in `Task.train_data`.
 

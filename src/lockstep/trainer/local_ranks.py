@@ -243,7 +243,7 @@ def _dump(training: tuple[Any, ...], file: io.BufferedWriter, task: Task | None,
             raise UsageError(
                 "a class of a notebook or a script reaches the ranks only with the package cloudpickle",
                 where=f"class {type(local).__name__}",
-                remedy="pip install 'torch-lockstep[notebook]', or write the class into a file and import it",
+                remedy="pip install cloudpickle, or write the class into a file and import it",
             ) from None
     try:
         file.write(dump(training))

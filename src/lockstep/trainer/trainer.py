@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.configs import config_file
-from lockstep.core import caller, joined_parts, this_process
+from lockstep.core import caller, joined_parts, keywords, this_process
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import Preempted, UsageError
 from lockstep.core.parallel import signals
@@ -27,7 +27,7 @@ from lockstep.trainer.trained_run import TrainedRun, given, parsed
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
 
-@caller.speaks_python
+@keywords.speaks_python
 class Trainer(TrainedRun):
     """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.core import caller, this_process
-from lockstep.core.errors import Preempted, RankError
+from lockstep.core.errors import LockstepError, Preempted, RankError
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.rendezvous import store_of_ranks
 from lockstep.core.parallel.world import World
@@ -34,9 +34,11 @@ class Exit:
 
     Args:
         leave: is called before an end without an exception: the script may have left the loop early.
+        quiet: the log is not on the terminal.
     """
 
-    def __init__(self, leave: Callable[[], None]) -> None:
+    def __init__(self, leave: Callable[[], None], *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.world, self.training = ExitStack(), ExitStack()
         self._leave = leave
         _install()
@@ -51,11 +53,13 @@ class Exit:
             raise
         except BaseException as error:
             found = self.fail(error)
+            if isinstance(found, LockstepError):
+                caller.translate(found, "Loop")
             if isinstance(found, Preempted) and LAUNCHED not in os.environ:
                 report_failure(found, str(found))
                 if this_process.is_first():
-                    rest = "run the same command again to resume"
-                    print(f"{found}; {rest}", file=sys.stderr, flush=True)
+                    said = "" if found.is_in_log and not self._quiet else f"{found}; "
+                    print(f"{said}run the same command again to resume", file=sys.stderr, flush=True)
                 raise SystemExit(found.exit_code) from None
             if found is error:
                 raise

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.configs import config_file
-from lockstep.core import caller, evaluate, loop, optimizer_class, run_data
+from lockstep.core import caller, evaluate, keywords, loop, optimizer_class, run_data
 from lockstep.core.defaults import is_default
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
@@ -44,7 +44,7 @@ from lockstep.updates.players import Turns
 
 
 @final
-@caller.speaks_python
+@keywords.speaks_python
 class Loop:
     """A training whose loop you write:
 
@@ -160,10 +160,10 @@ class Loop:
         """The last value of everything logged, when the loop has ended."""
         folder = Path(run_dir) if run_dir is not None else Path("runs") / parsed.name
         setup = assemble.Setup(
-            parsed, folder, fresh, tuple(allow_change), quiet, parts=(*parts, self._kept), by_loop=True
+            parsed, folder, fresh, caller.keys_of(allow_change), quiet, parts=(*parts, self._kept), by_loop=True
         )
         user_exit.close_open()
-        self._exit = user_exit.Exit(self._leave)
+        self._exit = user_exit.Exit(self._leave, quiet=quiet)
         self._step: LoopStep | None = None
         self._engine: Any = None
         self._has_left = False

@@ -21,6 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.core.caller import NOT_IN_A_LOOP
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.optimizer_class import Optimizers
@@ -297,21 +298,20 @@ def check_keys(config: RunConfig) -> None:
         UsageError: names the key.
     """
     train, optim = config.train, config.optim
-    evaluate = "call loop.evaluate in the body"
-    refused = {
-        "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
-        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to split layers over ranks"),
-        "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
-        "train.eval_every_epochs": (bool(train.eval_every_epochs), evaluate),
-        "train.eval_every_steps": (bool(train.eval_every_steps), evaluate),
-        "train.stop_when": (bool(train.stop_when), f"{evaluate}, and leave the loop with break"),
-        "checkpoint.keep_best": (config.checkpoint.keep_best is not None, "use loop.save(path, if_best=value)"),
-    }
     others = optim.model_copy(update={"clip_norm": type(optim)().clip_norm})
-    refused["optim"] = (others != type(optim)(), "make the optimizer as you want it, and give it to the Loop")
-    for key, (is_set, remedy) in refused.items():
-        if is_set:
-            raise UsageError("a Loop cannot use this key", where=f"Loop(config=...), {key}", remedy=remedy)
+    is_set = {
+        "watch.every": bool(config.watch.every),
+        "parallel.tensor": config.parallel.tensor > 1,
+        "schedule": config.schedule != type(config.schedule)(),
+        "train.eval_every_epochs": bool(train.eval_every_epochs),
+        "train.eval_every_steps": bool(train.eval_every_steps),
+        "train.stop_when": bool(train.stop_when),
+        "checkpoint.keep_best": config.checkpoint.keep_best is not None,
+        "optim": others != type(optim)(),
+    }
+    for key in filter(is_set.__getitem__, is_set):
+        remedy = next(advice for start, advice in NOT_IN_A_LOOP.items() if key.startswith(start))
+        raise UsageError("a Loop cannot use this key", where=f"Loop(config=...), {key}", remedy=remedy)
 
 
 def write_weights(whole: Mapping[str, Any], path: Path) -> None:

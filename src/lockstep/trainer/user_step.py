@@ -5,11 +5,13 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core import keywords
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError
 from lockstep.core.loop import NextStep
@@ -82,6 +84,7 @@ class LoopStep:
         assert self.result is not None
         self._updated(self.result)
 
+    @partial(keywords.checked, name="step.turn")
     def turn(self, name: str) -> Iterator[Any]:
         """This rank's micro-batches for an update of one of several optimizers. All other parameters are frozen.
 
@@ -148,6 +151,7 @@ class LoopStep:
             self._gradient = None
             update.close()  # an exception or a break left it: the contexts of its forward pass end
 
+    @partial(keywords.checked, name="step.backward")
     def backward(
         self, loss: Tensor, *, units: float | Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
     ) -> None:

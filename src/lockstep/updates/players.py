@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core import keywords
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import derive_seed
@@ -26,6 +27,7 @@ from lockstep.core.step import Call, StepResult, TrainState, driven, exact_step
 from lockstep.core.task import Batch, Task, needs_global_batch
 
 
+@keywords.of_class
 @dataclass(frozen=True)
 class Player:
     """Some parameters of the model, and the loss that they lower."""
@@ -45,6 +47,7 @@ class Player:
         return matches(names, [self.match] if isinstance(self.match, str) else self.match)
 
 
+@keywords.of_class
 @dataclass(frozen=True)
 class Follower:
     """A part of the model that follows another part as a moving average, such as a teacher that follows its student.

@@ -54,7 +54,7 @@ def test_the_host_reads_the_device_where_it_logs_or_saves_and_nowhere_else(tmp_p
         "parts/checks/dry_run.py",
         "core/log_window.py",
         "core/checkpoint/saver.py",
-        "parts/flops.py",
+        "parts/operations.py",
         "core/parallel/buffers.py",
     }
     assert any("addmm" in name for name in operations)
@@ -68,7 +68,7 @@ def window_with_offloaded_norm(device):
 
     place = torch.device(NAME, 0)
     window = LogWindow(World(0, 1, 0, place), {}, 1)
-    sums = {"step": 0, "samples": 4, "totals": {"": 4.0}, "indices": [(0,)], "counted": [True], "places": [0], "bad": []}
+    sums = {"step": 0, "samples": 4, "totals": {"": 4.0}, "indices": [(0,)], "counted": [True], "places": [0]}
     for norm in (1.0, float("inf")):
         result = StepResult(**sums, losses=[{"loss": torch.ones((), device=place)}], applied=True)
         result.grad_norm = torch.tensor(norm)

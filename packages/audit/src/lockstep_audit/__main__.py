@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_audit import this_process, words
+from lockstep_audit.errors import AuditUsageError
 from lockstep_audit.judge import USAGE, AuditVerdict, judge_here
 from lockstep_audit.observe import boot, places
 from lockstep_audit.observe.recorder import recorder
@@ -42,7 +43,10 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = _options()
-    own, target = words.split(parser, given)
+    try:
+        own, target = words.split(parser, given)
+    except AuditUsageError as error:
+        parser.error(str(error))
     options = parser.parse_args(own)
     has_module = target[:1] == ["-m"]
     name, *rest = target[has_module:] or [""]

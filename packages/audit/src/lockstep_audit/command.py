@@ -41,9 +41,10 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit"
         SystemExit: after --help, for a wrong option, and with the code of a script that ran in this process.
     """
     parser = _parser(name)
-    own, target = words.split(parser, list(sys.argv[1:] if arguments is None else arguments))
-    options, unknown = parser.parse_known_args(own)
+    own: list[str] = []
     try:
+        own, target = words.split(parser, list(sys.argv[1:] if arguments is None else arguments))
+        options, unknown = parser.parse_known_args(own)
         if options.explain is not None:
             print(page(_rule(options.explain)), end="")
             return CLEAN
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit"
             raise _no_such_option(unknown[0], target, name)
         return _run(options, target)
     except AuditUsageError as error:
-        print(traceback.format_exc() if options.debug else f"error: {error}", file=sys.stderr, flush=True)
+        print(traceback.format_exc() if "--debug" in own else f"error: {error}", file=sys.stderr, flush=True)
         return USAGE
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -89,7 +90,7 @@ def _run(options: argparse.Namespace, target: list[str]) -> int:
         from lockstep_audit.__main__ import main as run_here
 
         given = [f"--every={options.every}", f"--patience={options.patience}", *["--no-probe"] * (not options.probe)]
-        run_here([*given, *([] if options.folder is None else [f"--folder={options.folder}"]), *target], settings)
+        run_here([*given, *([] if options.folder is None else [f"--folder={options.folder}"]), "--", *target], settings)
         return 0
     return run(target, settings, nproc=options.nproc, **how)
 

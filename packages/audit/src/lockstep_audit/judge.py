@@ -11,7 +11,7 @@ from lockstep_audit import events
 from lockstep_audit.errors import AuditUsageError
 from lockstep_audit.events import EventHistory
 from lockstep_audit.report import formats
-from lockstep_audit.report.outcome import HANGS, Outcome, outcome, write_baseline
+from lockstep_audit.report.outcome import HANGS, Outcome, outcome, shown, write_baseline
 from lockstep_audit.rules.waiting import stuck
 from lockstep_audit.settings import Settings
 
@@ -63,7 +63,7 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> AuditVer
         write_baseline(settings.write_baseline, found.findings)
     verdict = verdict_on(history, found, settings, failed)
     if verdict is AuditVerdict.INCONCLUSIVE:
-        found.notes.append("inconclusive: no rank stepped a torch optimizer")
+        found.inconclusive = _why_inconclusive(history)
     others = {"sarif": formats.sarif, "github": formats.github}
     code, is_text = verdict.exit_code, settings.format == "text"
     written = formats.text(found, settings.verbose) if is_text else formats.as_json(found, code)
@@ -74,6 +74,17 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> AuditVer
         sys.stdout.write(written)
         sys.stdout.flush()
     return verdict
+
+
+def _why_inconclusive(history: EventHistory) -> tuple[str, str]:
+    """Why an audit shows nothing, and the remedy."""
+    what = "no rank stepped a torch optimizer"
+    loaded = next((event for event in history.of("state", "load") if event.get("at")), None)
+    if loaded is None:
+        return what, "audit a command that trains: at least one step, better an epoch and an evaluation"
+    file, line, _ = loaded["at"]
+    remedy = "audit a run that trains: in a new run directory, with more epochs, or from the first weights"
+    return f"{what}, and {shown(file)}:{line} loaded a checkpoint, perhaps of a run that is complete", remedy
 
 
 def _read(folder: Path) -> EventHistory:

@@ -68,8 +68,10 @@ def run(
         )
     with _folder(folder) as place:
         options = ["--folder", str(place), "--every", str(every), "--patience", str(patience)]
+        options += ["--no-probe"] * (not probe)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        command += ["--max-restarts", "0", "-m", "lockstep_audit", *options, *["--no-probe"] * (not probe), *target]
+        # Without the first `--`, torchrun would complete abbreviations of its options in the arguments of the script.
+        command += ["--max-restarts", "0", "-m", "--", "lockstep_audit", *options, "--", *target]
         process = subprocess.Popen(command, env=os.environ | {JUDGED_OUTSIDE: "1"}, start_new_session=True)
         failed = True
         try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep_lab.verify.html_report import to_html
-from lockstep_lab.verify.report import line, summary, to_json
+from lockstep_lab.verify.report import HEAD, line, summary, to_json
 from lockstep_lab.verify.result import CheckResult, VerifyResult
 from packages.lab.tests.report.cases import Page
 
@@ -205,6 +205,14 @@ def test_notes_and_rows_are_shown():
     assert ["x" * 199 + "…", "-", "0.5", "nan"] in read.rows
     links = [value for tag, name, value in read.attributes if (tag, name) == ("a", "href")]
     assert links == ["#" + value for tag, name, value in read.attributes if (tag, name) == ("section", "id")]
+
+
+def test_the_heads_are_above_the_columns():
+    said = line(check(reason="why", value=3.1e-14, bound=1e-11, seconds=2.3))
+    head = HEAD.replace("value and bound", "value_and_bound")
+    assert head.split() == ["check", "result", "value_and_bound", "reason", "(time)"]
+    for name, text in zip(head.split(), ("ranks", "passed", "3.1e-14", "why"), strict=False):
+        assert head.index(name) == said.index(text)
 
 
 def test_a_line_has_aligned_columns():

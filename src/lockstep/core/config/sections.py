@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Positive
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.config.config_section import DETERMINES_TRAINING, DOES_NOT_DETERMINE, Section, determines
 from lockstep.core.data.options import BatchConfig, DataConfig
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.core.optim import OptimConfig
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.schedule import ScheduleConfig
@@ -238,6 +238,12 @@ class RunConfig(Section):
         if mappings:
             what, remedy = "takes keyword arguments, not a mapping", "write RunConfig(**mapping), or Trainer(mapping)"
             raise UsageError(what, where="RunConfig(...)", remedy=remedy)
+        word = next((key for key in values if key not in cls.model_fields), None)
+        if word is not None:
+            home = next((path for path, _ in all_keys() if path.endswith(f".{word}")), "")
+            remedy = f"it is in a section: {home}" if home else f"{did_you_mean(word, cls.model_fields)}There are: "
+            remedy += "" if home else ", ".join(cls.model_fields)
+            raise UsageError(f"there is no section {word!r}", where=f"RunConfig({word}=...)", remedy=remedy)
         return super().__new__(cls)
 
     name: Annotated[str, AfterValidator(_folder_name), DOES_NOT_DETERMINE] = "run"

@@ -68,10 +68,8 @@ class ConsoleWriter(Writer):
         """Those of the last evaluation that has ended."""
         has_virtual = run.config.get("parallel", {}).get("virtual_ranks")
         ranks = f"{run.ranks} on {run.device}" if has_virtual else f"{run.world_size} x {run.device}"
-        self.message(
-            f"{run.name}: {ranks}, global batch {run.config['batch']['global']}, "
-            f"steps {min(run.first_step + 1, run.last_step)} to {run.last_step}, {run.folder}"
-        )
+        left = f"steps {run.first_step + 1} to {run.last_step}" if run.first_step < run.last_step else "no step is left"
+        self.message(f"{run.name}: {ranks}, global batch {run.config['batch']['global']}, {left}, {run.folder}")
         if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would overwrite the debugger
             columns = (
                 TextColumn("{task.description}"),

@@ -113,9 +113,20 @@ def is_by_user(frame: FrameType | None) -> bool:
 
 def is_direct(frame: FrameType | None) -> bool:
     """True if the user's code made a call of torch, and no framework did."""
+    frame = _outside_torch(frame)
+    return frame is not None and kind_of(frame.f_code)[0] is USER
+
+
+def is_by_lockstep(frame: FrameType | None) -> bool:
+    """True if Lockstep's code made a call of torch."""
+    frame = _outside_torch(frame)
+    return frame is not None and library_of(frame.f_code.co_filename) == LOCKSTEP
+
+
+def _outside_torch(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
-    return frame is not None and kind_of(frame.f_code)[0] is USER
+    return frame
 
 
 def is_shown(path: str) -> bool:

@@ -140,6 +140,8 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     frame = sys._getframe(3)
     while _steps and not _runs(_steps[-1].frame, frame):  # it raised an error
         _steps.pop()
+    if not _steps and not _fresh() and places.is_by_lockstep(frame):  # a trial of the engine, which trains nothing
+        return None
     known = _know(optimizer)
     at = places.here(frame)
     is_alone = _is_alone() if known.looks else False

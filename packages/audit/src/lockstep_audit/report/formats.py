@@ -52,6 +52,10 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
         lines += [f"not exercised: {id} {BY_ID[id].name}: {why}" for id, why in sorted(outcome.not_exercised.items())]
     errors, warnings = len(outcome.of("error")), len(outcome.of("warning"))
     counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    if outcome.inconclusive:
+        why, remedy = outcome.inconclusive
+        lines += [f"inconclusive: {why}", f"  remedy: {remedy}"]
+        counts = f"inconclusive, {counts}" if errors or warnings else "inconclusive"
     more = "" if verbose or not outcome.not_exercised else " (-v shows why)"
     lines.append(
         f"lockstep-audit: {counts}; {len(outcome.checked)} rules checked, {len(outcome.not_exercised)} not "
@@ -77,6 +81,8 @@ def as_json(outcome: Outcome, exit_code: int) -> str:
     told["findings"] = [_row(finding) for finding in outcome.findings]
     told["switched_off"] = [_row(finding) | {"reason": reason} for finding, reason in outcome.switched_off]
     told |= {"checked": outcome.checked, "not_exercised": outcome.not_exercised, "notes": outcome.notes}
+    why, remedy = outcome.inconclusive or (None, None)
+    told |= {"inconclusive": why and {"reason": why, "remedy": remedy}}
     return json.dumps(told, indent=1) + "\n"
 
 

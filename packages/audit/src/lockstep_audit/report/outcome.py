@@ -30,6 +30,8 @@ class Outcome:
     not_exercised: dict[str, str] = field(default_factory=dict)
     """By rule id, the reason why the script did not exercise the rule."""
     notes: list[str] = field(default_factory=list)
+    inconclusive: tuple[str, str] | None = None
+    """Why the run shows nothing, and the remedy."""
 
     def of(self, severity: str) -> list[Finding]:
         """The findings of this severity."""

@@ -189,7 +189,7 @@ def module() -> Any:
             warnings.simplefilter("ignore")  # from its imports
             import optuna
     except ImportError as error:
-        remedy = "pip install 'torch-lockstep[sweep]'"
+        remedy = "pip install optuna"
         raise UsageError("requires the package optuna", where="lockstep sweep", remedy=remedy) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

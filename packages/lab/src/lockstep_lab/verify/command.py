@@ -84,6 +84,7 @@ def verify(
         _check_that_task_runs(experiments, run_dir)
         if config["device"] != "cpu" and devices.gpus():
             (result.device,) = experiments.run("device", 1, worker_functions.device_name, config["device"])
+        tell(report.HEAD)
         for name in checks or CHECKS:
             _announce(name)
             check = _make_check(name, experiments)

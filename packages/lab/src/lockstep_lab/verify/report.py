@@ -66,6 +66,10 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(numbers, type(value)) else plain(numbers)
 
 
+HEAD = f"{'check':<14} {'result':<10} {'value and bound':<20} reason  (time)"
+"""The heads of the columns of `line`."""
+
+
 def line(check: CheckResult) -> str:
     """A check in one line for the terminal: name, status, value and bound, reason, seconds."""
     columns = (

@@ -69,6 +69,7 @@ def verify_script(
         versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
         about = {"script": script, "arguments": list(arguments), "steps": len(first.first.losses)}
         result = VerifyResult(Path(script).name, nproc, first.first.device, False, about, versions)
+        tell(report.HEAD)
         for name in dict.fromkeys(["determinism", *(checks or CHECKS)]):
             check = _make(name, runs)
             result.checks.append(check)

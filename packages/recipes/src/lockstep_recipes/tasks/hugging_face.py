@@ -36,7 +36,7 @@ def import_transformers(kind: str, extra: str) -> Any:
     Raises:
         UsageError: it is not installed.
     """
-    remedy = f"pip install 'torch-lockstep[{extra}]'"
+    remedy = f"pip install transformers; in the clone of Lockstep: pip install -e '.[{extra}]'"
     what, where = "transformers is not installed", f"task.kind: {kind}"
     return optional("transformers", what, where=where, remedy=remedy, kind=UsageError)
 

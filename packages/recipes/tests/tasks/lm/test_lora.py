@@ -360,7 +360,7 @@ def test_what_cannot_have_adapters_is_refused(corpus, bases, monkeypatch):
     with pytest.raises(UsageError, match=r"peft refuses the model: \w+: Target modules.*\n.*q_proj"):
         small_task(**options_of(corpus, bases["llama"], targets=["query"])).model()
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UsageError, match=r"task.lora: peft is not installed\n.*pip install 'torch-lockstep\[lora\]'"):
+    with pytest.raises(UsageError, match=r"task.lora: peft is not installed\n.*pip install peft"):
         small_task(**options_of(corpus, bases["llama"])).model()
 
 

@@ -124,5 +124,5 @@ def test_what_cannot_have_adapters_is_refused(base, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"lacks weights, which adapters cannot replace: bert.pooler.dense.bias"):
         text_task(**options_of(str(tmp_path))).model()
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UsageError, match=r"task.lora: peft is not installed\n.*pip install 'torch-lockstep\[lora\]'"):
+    with pytest.raises(UsageError, match=r"task.lora: peft is not installed\n.*pip install peft"):
         text_task(**options_of(base)).model()

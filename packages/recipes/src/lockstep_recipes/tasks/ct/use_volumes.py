@@ -108,5 +108,10 @@ def _picture(hounsfield: Any, about: dict[str, Any]) -> Tensor:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
+    if sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0)
+    if missing := [name for name in sys.argv[1:] if not Path(name).is_file()]:
+        sys.exit(f"error: there is no such file: {', '.join(missing)}")
     for name in sys.argv[1:]:
         print(json.dumps({"input": name, **predict(name)}))

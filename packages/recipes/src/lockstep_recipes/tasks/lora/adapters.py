@@ -29,7 +29,7 @@ def import_peft() -> Any:
     Raises:
         UsageError: it is not installed.
     """
-    remedy = "pip install 'torch-lockstep[lora]'"
+    remedy = "pip install peft"
     return optional("peft", "peft is not installed", where="task.lora", remedy=remedy, kind=UsageError)
 
 

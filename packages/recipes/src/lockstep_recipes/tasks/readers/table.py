@@ -312,7 +312,7 @@ def _from_objects(rows: list[Any], path: Path, lines: list[int] | None) -> Table
 
 
 def _read_parquet(path: Path) -> Table:
-    remedy = "pip install 'torch-lockstep[text]'"
+    remedy = "pip install pyarrow"
     parquet = optional("pyarrow.parquet", "pyarrow is needed to read Parquet", where=str(path), remedy=remedy)
     import pyarrow
 
@@ -326,7 +326,7 @@ def _read_parquet(path: Path) -> Table:
 
 def _data_set(source: Source) -> Any:
     """A `datasets.Dataset`: from a saved folder, or from the hub (offline: from the hub's cache)."""
-    remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
+    remedy = "pip install datasets, or give a CSV, TSV or JSON file"
     datasets = optional("datasets", "`datasets` is needed to read this data set", where=source.name, remedy=remedy)
     datasets.disable_progress_bars()
     if Path(source.name).is_dir():

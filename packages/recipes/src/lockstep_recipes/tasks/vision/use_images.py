@@ -346,6 +346,11 @@ KINDS = {"classification": classified, "segmentation": segmented, "detection": d
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
+    if sys.argv[1] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0)
+    if missing := [name for name in sys.argv[1:] if not Path(name).is_file()]:
+        sys.exit(f"error: there is no such file: {', '.join(missing)}")
     for name in sys.argv[1:]:
         said = predict(name)
         for pixels in ("classes", "mask"):  # one number per pixel

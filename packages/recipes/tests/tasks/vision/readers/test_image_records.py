@@ -231,7 +231,7 @@ def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
         put(tmp_path / name)
     put(tmp_path / "cat" / ".hidden.psd")
     counted = f"4 files below {tmp_path} are not images and are left out: 2 .heic, 1 .psd, 1 without a suffix"
-    advice = "; pip install 'torch-lockstep[heic]' reads .heic"
+    advice = "; pip install pillow-heif reads .heic"
     assert read(tmp_path).notes == (counted + advice,)
     assert unlabelled_images([str(tmp_path)]).notes == (counted + advice,)
 

@@ -12,7 +12,7 @@ from lockstep.core.errors import DataError
 from lockstep.core.foreign_errors import optional
 from lockstep_recipes.tasks.arrays import Array
 
-REMEDY = "pip install 'torch-lockstep[ct]'"
+REMEDY = "pip install nibabel pydicom"
 _TILT_DEGREES = 0.5  # smaller angles come from rounded positions
 _UNEVEN = 0.05  # fraction of the slice distance; smaller differences come from rounded positions
 _LEAST, _GREATEST = np.iinfo(np.int16).min, np.iinfo(np.int16).max

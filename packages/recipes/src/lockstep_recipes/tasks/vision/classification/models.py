@@ -132,7 +132,7 @@ class TimmModels(Models):
 
     @property
     def _timm(self) -> Any:
-        remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that matches the installed torch"
+        remedy = "pip install timm. timm needs a torchvision that matches the installed torch"
         return optional("timm", where=f"{TIMM}{self.name}", remedy=remedy, kind=UsageError)
 
     def pixels(self) -> Pixels:

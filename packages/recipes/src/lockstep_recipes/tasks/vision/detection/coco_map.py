@@ -221,7 +221,7 @@ def cocoeval() -> Any:
     Raises:
         UsageError: pycocotools cannot be imported.
     """
-    where, remedy = "the evaluation of a detector", "pip install 'torch-lockstep[images]'"
+    where, remedy = "the evaluation of a detector", "pip install pycocotools"
     return optional("pycocotools.cocoeval", where=where, remedy=remedy, kind=UsageError).COCOeval
 
 

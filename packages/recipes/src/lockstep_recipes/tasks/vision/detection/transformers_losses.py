@@ -330,6 +330,6 @@ def _import(name: str) -> Any:
     Raises:
         UsageError: scipy is not installed, which matches boxes with queries.
     """
-    remedy = "pip install 'torch-lockstep[images]'; transformers' detectors match boxes with scipy"
+    remedy = "pip install scipy; transformers' detectors match boxes with scipy"
     optional("scipy.optimize", where="task.model", remedy=remedy, kind=UsageError)
     return importlib.import_module(f"transformers.loss.{name}")

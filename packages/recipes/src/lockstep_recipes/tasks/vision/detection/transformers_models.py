@@ -80,7 +80,7 @@ class TransformersDetectors(AutoModels, DetectionModels):
         backbone = getattr(config, "backbone_config", None)
         if getattr(backbone, "model_type", None) == _TIMM_BACKBONE and importlib.util.find_spec("timm") is None:
             name = getattr(backbone, "backbone", "unnamed")
-            remedy = "use a detector with a transformers backbone, or pip install 'torch-lockstep[timm]'"
+            remedy = "use a detector with a transformers backbone, or pip install timm"
             what = f"its backbone ({name}) is a timm model, but timm is not installed"
             raise UsageError(what, where=key, remedy=remedy)
 

@@ -183,7 +183,7 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
     if not data:
         raise DataError("the file is empty", where=where or None, remedy=_REPAIR)
     if _needs_heif(data):
-        remedy = f"pip install 'torch-lockstep[heic]', or save it as JPEG, or {SKIP}"
+        remedy = f"pip install pillow-heif, or save it as JPEG, or {SKIP}"
         raise DataError("this is a HEIC image, which needs pillow-heif", where=where or None, remedy=remedy)
     try:
         with warnings.catch_warnings():

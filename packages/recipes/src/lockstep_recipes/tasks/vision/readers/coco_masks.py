@@ -200,7 +200,7 @@ class _Fault(Exception):
 def _region(segmentation: Any, size: Size) -> npt.NDArray[np.bool_]:
     """The pixels of an annotation: (height, width) bool, column by column in memory."""
     _check(segmentation, size)
-    remedy = "pip install 'torch-lockstep[images]'"
+    remedy = "pip install pycocotools"
     coco = optional("pycocotools.mask", "pycocotools is needed to draw polygons", remedy=remedy)
     try:
         if isinstance(segmentation, list):

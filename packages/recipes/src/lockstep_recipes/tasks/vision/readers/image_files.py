@@ -160,7 +160,7 @@ def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
     counts = Counter(os.path.splitext(name)[1].lower() or "without a suffix" for name in others)
     often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = listed([f"{count:,} {ending}" for ending, count in often])
-    heif = "; pip install 'torch-lockstep[heic]' reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
+    heif = "; pip install pillow-heif reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
     return (f"{len(others):,} files below {where} are not images and are left out: {shown}{heif}",)
 
 
@@ -242,7 +242,7 @@ def _remedy(folder: Path) -> str:
     kinds = sorted({Path(name).suffix for name in others})
     found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
     if {kind.lower() for kind in kinds} & set(HEIF_SUFFIXES):
-        found += "pip install 'torch-lockstep[heic]' reads .heic. "
+        found += "pip install pillow-heif reads .heic. "
     return f"{found}Put images ({', '.join(image_suffixes())}) into the folder, or remove it"
 
 
