@@ -100,14 +100,14 @@ def write_share(path: Path, share: Mapping[str, LocalShard], at: Callable[[str],
 
 
 def merge(shares: Iterable[Index]) -> Index:
-    """The index of all files, the parts of each tensor in the order of their rows."""
+    """The index of all files, by name of the tensor; the parts of each tensor in the order of their rows."""
     merged: Index = {}
     for share in shares:
         for name, entry in share.items():
             merged.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
     for entry in merged.values():
         entry["parts"].sort(key=lambda part: part["start"])
-    return merged
+    return dict(sorted(merged.items()))  # the same file, whichever rank wrote a tensor
 
 
 @contextlib.contextmanager
