@@ -73,7 +73,7 @@ def trial(
     world = dataclasses.replace(state.world, rank=share.rank)  # seeds depend on it
     alone: Any = _Alone(state.strategy)
     shadow = dataclasses.replace(state, world=world, strategy=alone, metrics=None, unfreezing=None)
-    result = StepResult(share.step, 0, totals=dict(share.totals))
+    result = StepResult(share.step, 0, totals=dict(share.totals), places=[0] * (share.number + 1))
     forward = state.strategy.unwrapped
     with (
         restored_state(forward, "watch"),
