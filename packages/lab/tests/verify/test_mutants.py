@@ -14,7 +14,7 @@ import re
 
 import pytest
 
-from lockstep_lab.verify.checks import CHECKS
+from lockstep_lab.verify.checks import DEFAULT
 from packages.lab.tests.verify import broken_tasks, mutants
 from packages.lab.tests.verify.mutants import MUTANTS, SURVIVORS
 from tests import ranks
@@ -114,7 +114,7 @@ def test_parts_are_all_mutants_together():
 
 
 def test_each_check_has_mutants_of_its_own():
-    for check in CHECKS:
+    for check in DEFAULT:
         assert sum(one.check == check and name not in SURVIVORS for name, one in MUTANTS.items()) >= 3, check
 
 
