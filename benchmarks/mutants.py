@@ -92,9 +92,9 @@ def verify_bases(
 
 def ordered(check: str, all_checks: bool) -> list[str]:
     """The names of the checks to run: first the check that must find the fault."""
-    from lockstep_lab.verify.checks import CHECKS
+    from lockstep_lab.verify.checks import DEFAULT
 
-    return [check, *(name for name in CHECKS if name != check)] if all_checks else [check]
+    return [check, *(name for name in DEFAULT if name != check)] if all_checks else [check]
 
 
 def shortened(text: str, length: int = 160) -> str:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from lockstep_audit.errors import UsageError
+from lockstep_audit.errors import AuditUsageError
 
 
 def split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[list[str], list[str]]:
@@ -16,7 +16,7 @@ def split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[list[str],
         parser: defines which options take a value.
 
     Raises:
-        UsageError: an option of the audit follows a script that does not have it. `--` before the script allows it.
+        AuditUsageError: an option of the audit follows a script that does not have it. `--` before the script allows it.
     """
     takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     number = 0
@@ -32,7 +32,7 @@ def split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[list[str],
         moved = [*own, *target[place:end], *target[:place], *target[end:]]
         what = f"it comes after {target[0]}, which does not have this option"
         remedy = f"write {_shown(parser, moved)}; if the script has it: {_shown(parser, [*own, '--', *target])}"
-        raise UsageError(what, where=late.partition("=")[0], remedy=remedy)
+        raise AuditUsageError(what, where=late.partition("=")[0], remedy=remedy)
     return own, target
 
 

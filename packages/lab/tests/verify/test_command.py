@@ -15,7 +15,7 @@ from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.user_files import check_replaceable
 from lockstep.trainer import run_directory
 from lockstep_lab.verify import command
-from lockstep_lab.verify.checks import CHECKS
+from lockstep_lab.verify.checks import CHECKS, DEFAULT
 from lockstep_lab.verify.experiments import ExperimentFailed
 from lockstep_lab.verify.result import VerifyResult, fault, not_shown, passed
 from lockstep_lab.verify.task_probe import TaskProbe
@@ -226,7 +226,7 @@ def test_the_global_batch_is_a_number_when_checks_see_it(monkeypatch, tmp_path):
 
 def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
     made = []
-    for name in CHECKS:
+    for name in DEFAULT:
         monkeypatch.setitem(
             CHECKS,
             name,
@@ -235,9 +235,9 @@ def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
             ),
         )
     result, told = verify(tmp_path, checks=())
-    assert made == [(name, 8, 40) for name in CHECKS]
-    assert [check.name for check in result.checks] == list(CHECKS)
-    assert len(told) == len(CHECKS)
+    assert made == [(name, 8, 40) for name in DEFAULT]
+    assert [check.name for check in result.checks] == list(DEFAULT)
+    assert len(told) == len(DEFAULT)
     made.clear()
     command.verify(settings(), 1, tmp_path, checks=["elastic"], steps=5, tell=told.append, workers=Here())
     assert made == [("elastic", 5, 60)]
@@ -245,7 +245,7 @@ def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
 
 def test_the_documentation_counts_the_checks_once():
     docs = ROOT / "docs"
-    assert f"`lockstep verify` makes {len(CHECKS)} checks on" in (docs / "verify.md").read_text()
+    assert f"`lockstep verify` makes {len(DEFAULT)} checks on" in (docs / "verify.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["Raises", "NotBuilt"])

@@ -14,7 +14,7 @@ import re
 
 import pytest
 
-from lockstep_lab.verify.checks import CHECKS
+from lockstep_lab.verify.checks import DEFAULT
 from packages.lab.tests.verify import broken_tasks, mutants
 from packages.lab.tests.verify.edits import function_of
 from packages.lab.tests.verify.mutants import MUTANTS
@@ -105,7 +105,7 @@ def test_parts_are_all_mutants_together():
 
 
 def test_each_check_has_mutants_of_its_own():
-    for check in CHECKS:
+    for check in DEFAULT:
         assert sum(one.check == check for one in MUTANTS.values()) >= 3, check
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,3 +29,24 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[bool]:
         yield True
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def noted_calls(note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `note` gets the name of each function of torch that is asked for the rank, or the number of ranks."""
+    calls: dict[str, Callable[..., int]] = {"get_rank": dist.get_rank, "get_world_size": dist.get_world_size}
+
+    def noting(name: str) -> Callable[..., int]:
+        def called(*arguments: Any, **options: Any) -> int:
+            note(f"{name}()")
+            return calls[name](*arguments, **options)
+
+        return called
+
+    for name in calls:
+        setattr(dist, name, noting(name))
+    try:
+        yield
+    finally:
+        for name, call in calls.items():
+            setattr(dist, name, call)

@@ -33,7 +33,7 @@ def verify(
         typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 2."),
     ] = None,
     preset: Preset = None,
-    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Checks to make. Default: all.")] = "",
+    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Checks to make. Default: all but bits.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Make shorter trainings.")] = False,
     steps: Annotated[
         int | None,

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.core import atomic, devices
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep_lab.verify import html_report, report, worker_functions
-from lockstep_lab.verify.checks import CHECKS
+from lockstep_lab.verify.checks import CHECKS, DEFAULT
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, VerifyResult, fault, not_shown
 from lockstep_lab.verify.workers import Workers
@@ -46,7 +46,7 @@ def verify(
     Args:
         config: as `RunConfig` writes it, with a number as its global batch.
         nproc: number of ranks.
-        checks: names of checks; empty: all.
+        checks: names of checks; empty: `DEFAULT`.
         quick: shorter trainings.
         steps: of each training that is compared with another; None: 12, or 8 with `quick`.
         tell: receives a line of text for each check.
@@ -85,7 +85,7 @@ def verify(
         if config["device"] != "cpu" and devices.gpus():
             (result.device,) = experiments.run("device", 1, worker_functions.device_name, config["device"])
         tell(report.HEAD)
-        for name in checks or CHECKS:
+        for name in checks or DEFAULT:
             _announce(name)
             check = _make_check(name, experiments)
             result.checks.append(check)

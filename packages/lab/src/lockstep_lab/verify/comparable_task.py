@@ -78,6 +78,7 @@ class ComparableTask(Task):
     def __init__(self, task: Task, changes: TaskChanges) -> None:
         self.task, self.changes, self.weight_calls = task, changes, 0
         self.generator_states: list[str] = []
+        self.data: Any = None  # the task's training data
         self.presenter = lambda _: task.presenter(task)  # type: ignore[assignment]
         unchanged = ["setup", "calls_vary", "coefficients", "optimizer", "schedule", "tensor_plan"]
         prepares = changes.same_in_each_epoch or (changes.no_augmentation and not is_default(task.prepare))
@@ -124,7 +125,8 @@ class ComparableTask(Task):
             norm.momentum = momentum
 
     def train_data(self) -> Dataset[Any]:
-        data = _subset(self.task.train_data(), self.changes.train_samples)
+        self.data = self.task.train_data()
+        data = _subset(self.data, self.changes.train_samples)
         return _Prepared(self, data) if self.changes.same_in_each_epoch else data
 
     def eval_data(self) -> Dataset[Any] | None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lockstep.core import devices
 from lockstep.core.data import same_samples
-from lockstep_lab.verify import compare, cut_model, worker_functions
+from lockstep_lab.verify import compare, cut_model, same_bits, worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.compare import TrainingDifference
 from lockstep_lab.verify.constant_baseline import ConstantBaseline, constant_baseline
@@ -142,10 +142,14 @@ class ExperimentRunner:
         return self.strategy == "fsdp" and groups is not None and groups < self.nproc
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs on which ranks may compute."""
+        return 0 if self.config["device"] == "cpu" else devices.gpus()
+
+    @property
     def most_ranks(self) -> int:
         """The largest world on this machine: a rank per GPU, or without GPUs one rank more than requested."""
-        gpus = 0 if self.config["device"] == "cpu" else devices.gpus()
-        return gpus or self.nproc + 1
+        return self.gpus or self.nproc + 1
 
     @property
     def strategy(self) -> str:
@@ -419,6 +423,11 @@ class ExperimentRunner:
     def learned_folder(self) -> Path:
         """The run directory of the longest training by `learned` so far."""
         return self.folder / f"learned-{self._longest_learning}"
+
+    @_once
+    def bits(self, way: same_bits.Way, again: bool = False) -> same_bits.Outcome:
+        """The unchanged training with virtual ranks; see `same_bits`."""
+        return same_bits.train(self, way, again)
 
     # ---- comparing with one process
 

@@ -27,6 +27,7 @@ from lockstep.parts.digest import Digest, digest_of_batch
 from lockstep.parts.operations import Results
 from lockstep.parts.replicas import StateDigests
 from lockstep.trainer.joining import Recorder
+from lockstep_lab.verify import dependence
 from lockstep_lab.verify.comparable_task import ComparableTask
 from lockstep_lab.verify.generators import disturb
 from lockstep_lab.verify.reference.data import EVERY_HEAD, numbers
@@ -58,6 +59,8 @@ class RecorderOptions:
     """Plain torch also makes every update, on one process."""
     disturb_generators: bool = False
     """Put the global random generators into different states around every step, which must change nothing."""
+    dependence: bool = False
+    """Find what may make the training depend on its number of ranks; see `dependence`."""
 
 
 @dataclass
@@ -100,6 +103,10 @@ class Recording:
     """Modules that began in a different mode than `model.train()` sets."""
     communication: dict[int, StepCommunication] = field(default_factory=dict)
     """By step counted from 0."""
+    reads_of_rank: list[str] = field(default_factory=list)
+    """Places in the user's code that read the rank, or the number of ranks."""
+    changed_outside: list[str] = field(default_factory=list)
+    """Names of state outside of buffers that steps change."""
     operations: list[tuple[str, str, tuple[Digest, ...]]] = field(default_factory=list)
     """(name, digest of the result) of each operation of one step."""
     parameters: list[str] = field(default_factory=list)
@@ -161,6 +168,7 @@ class TrainingRecorder(Recorder):
         self._is_recording_operations = False
         self._reference_optimizer: ReferenceOptimizer | None = None
         self._start: dict[str, Tensor] = {}  # the parameters before the first step
+        self._outside: dict[str, str] = {}  # before the first step
         self._recording_operations = contextlib.ExitStack()
 
     # ---- called by the trainer
@@ -192,6 +200,8 @@ class TrainingRecorder(Recorder):
         self._start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
         if self.options.digest_every:
             recording.digests[state.step] = self._digest_state(run)
+        if self.options.dependence:
+            self._outside = self._state_outside(run)
 
     def before_step(self, training: Training) -> None:
         """Record what the step gets, when all is done that follows the step before."""
@@ -283,6 +293,9 @@ class TrainingRecorder(Recorder):
         if self._gradient is not None:  # the update was skipped
             self._gradient = None
             self._gradient_steps.add(state.step)
+        if options.dependence:
+            outside = self._state_outside(run)
+            self.recording.changed_outside = [name for name in outside if outside[name] != self._outside.get(name)]
         if options.digest_every and (state.step % options.digest_every == 0 or state.step == run.stop):
             self.recording.digests[state.step] = self._digest_state(run)
         if state.step in options.probe_steps:
@@ -328,6 +341,9 @@ class TrainingRecorder(Recorder):
                 self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
 
     # ---- what is recorded
+
+    def _state_outside(self, run: Run) -> dict[str, str]:
+        return dependence.state_outside(self.task.task, self.task.data, run.model)
 
     def _digest_state(self, run: Run) -> StateDigests:
         """Digests of weights, buffers, optimizer state and averages on this rank."""

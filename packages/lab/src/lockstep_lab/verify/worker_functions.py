@@ -26,6 +26,7 @@ from lockstep.trainer.trainer import Trainer
 from lockstep_lab.verify import draws
 from lockstep_lab.verify.by_index import task_of
 from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_lab.verify.dependence import noted_reads
 from lockstep_lab.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 from lockstep_lab.verify.reference import checkpoint, evaluation
 from lockstep_lab.verify.reference.data import numbers, tensors
@@ -77,7 +78,12 @@ class Answer:
 
 def train(run: TrainingRun) -> Recording:
     """Train on this rank as `run` describes."""
-    recording = _train(run)
+    if run.record is not None and run.record.dependence:
+        with noted_reads() as reads:
+            recording = _train(run)
+        recording.reads_of_rank = reads
+    else:
+        recording = _train(run)
     gc.collect()  # ends the loader workers and frees the hooks of this training
     return recording
 

@@ -194,6 +194,7 @@ def collectives(experiments: ExperimentRunner) -> CheckResult:
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
     without = " with parallel.tensor=1" if experiments.groups < nproc else ""  # a mesh also exchanges activations
+    without += " without virtual ranks" if experiments.config["parallel"]["virtual_ranks"] else ""
     text = (
         f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
         f"in a step of {micro_batches} micro-batches{without}, "
@@ -243,7 +244,7 @@ def _record_communication(experiments: ExperimentRunner) -> list[Recording]:
     config = experiments.short_config(
         batch__micro=experiments.small_micro_batch, log__every_steps=experiments.steps, train__unfreeze=[]
     )
-    config["parallel"]["tensor"] = 1
+    config["parallel"] |= {"tensor": 1, "virtual_ranks": None}
     return experiments.train(
         "communication",
         experiments.nproc,

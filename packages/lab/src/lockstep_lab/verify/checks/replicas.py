@@ -9,9 +9,11 @@ from typing import Any
 from lockstep.core.errors import listed
 from lockstep.parts.replicas import ReplicaDifference, differing, other_losses
 from lockstep_lab.verify import compare
+from lockstep_lab.verify.checks import bits
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
+from lockstep_lab.verify.same_bits import Way
 
 _SHOWN = 8  # ranks, and tensors, in the rows of a check
 _64 = (1 << 64) - 1
@@ -141,6 +143,8 @@ def ranks(experiments: ExperimentRunner) -> CheckResult:
         return not_shown(ONE_RANK)
     if difference := experiments.dependence_on_hashes():
         return fault(difference)
+    if experiments.config["parallel"]["virtual_ranks"]:
+        return bits.compared(experiments, [Way(((ranks, None),)) for ranks in (1, experiments.nproc)])
     name = f"{experiments.nproc} ranks"
     return compare_with_one_process(experiments, f"{experiments.nproc}-ranks", experiments.all_ranks, words=name)
 

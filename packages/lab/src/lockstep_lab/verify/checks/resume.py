@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.parts.digest import digest
-from lockstep_lab.verify import compare, cut_model, worker_functions
+from lockstep_lab.verify import compare, cut_model, same_bits, worker_functions
+from lockstep_lab.verify.checks import bits
 from lockstep_lab.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
@@ -17,6 +18,7 @@ from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference.checkpoint import SavedState, complete, newest
 from lockstep_lab.verify.reference.data import units_of
 from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, passed
+from lockstep_lab.verify.same_bits import Way
 from lockstep_lab.verify.worker_functions import TrainingRun
 from lockstep_lab.verify.workers import WorkerEnded
 
@@ -228,6 +230,9 @@ def elastic(experiments: ExperimentRunner) -> CheckResult:
     second = first - 1 if first > 1 else 2
     if second > experiments.most_ranks:
         return not_shown(ONE_RANK)
+    if experiments.config["parallel"]["virtual_ranks"]:
+        changing = Way(((first, same_bits.steps(experiments) // 2), (second, None)))
+        return bits.compared(experiments, [Way(((1, None),)), changing])
     words = f"{first} ranks, then {second}"
     parts = [("elastic", first, tensor, steps // 2), ("elastic-resumed", second, tensor, None)]
     if experiments.groups < first:
