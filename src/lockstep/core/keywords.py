@@ -119,12 +119,13 @@ def meant(word: str, value: Any, name: str) -> str:
         return ""
     if asker != "Loop":
         return f"put it into the config: {caller.written(_nested(values))}"
-    own: dict[str, Any] = {
-        caller.LOOP_ARGUMENTS[key]: value for key, value in values.items() if key in caller.LOOP_ARGUMENTS
-    }
-    if rest := {key: value for key, value in values.items() if key not in caller.LOOP_ARGUMENTS}:
-        own["config"] = rest
-    return f"write {', '.join(f'{key}={caller.written(value)}' for key, value in own.items())}"
+    arguments: dict[str, Any] = {}
+    for key, value_of in values.items():
+        if key in caller.LOOP_ARGUMENTS:
+            arguments[caller.LOOP_ARGUMENTS[key]] = value_of
+        else:
+            arguments.setdefault("config", {})[key] = value_of
+    return f"write {', '.join(f'{key}={caller.written(one)}' for key, one in arguments.items())}"
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def split(parser: argparse.ArgumentParser, given: list[str]) -> tuple[list[str],
         parser: defines which options take a value.
 
     Raises:
-        AuditUsageError: an option of the audit follows a script that does not have it. `--` before the script allows it.
+        AuditUsageError: an option of the audit follows a script that does not have it; `--` before it allows this.
     """
     takes_value = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     number = 0

@@ -16,7 +16,7 @@ from lockstep_lab.verify.result import counted
 
 if TYPE_CHECKING:
     from lockstep.parts.replicas import StateDigests
-    from lockstep_lab.verify.experiments import Experiments
+    from lockstep_lab.verify.experiments import ExperimentRunner
 
 _VIRTUAL_RANKS, _MOST_STEPS, _EVAL_SAMPLES = 4, 8, 23
 _NOT_COMPARED = ("time", "wait_share", "_per_s", "mfu", "memory/", "health/")  # in names of figures of the log
@@ -41,7 +41,7 @@ class Outcome:
 
     entries: dict[int, dict[str, float]] = field(default_factory=dict)
     """The logged figures, without times."""
-    batches: dict[int, list[int]] = field(default_factory=dict)
+    batches: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Digests of the micro-batches of all virtual ranks, in their order."""
     digests: dict[int, list[StateDigests]] = field(default_factory=dict)
     """Digests of the state on each rank."""
@@ -71,17 +71,17 @@ class Found:
     """True if a virtual rank got a different batch."""
 
 
-def virtual_ranks(experiments: Experiments) -> int:
+def virtual_ranks(experiments: ExperimentRunner) -> int:
     """The config's number of virtual ranks, or 4."""
     return experiments.config["parallel"]["virtual_ranks"] or _VIRTUAL_RANKS
 
 
-def steps(experiments: Experiments) -> int:
+def steps(experiments: ExperimentRunner) -> int:
     """Of each training: past the end of an epoch."""
     return min(experiments.steps, _MOST_STEPS)
 
 
-def ways(experiments: Experiments, most: int) -> list[Way]:
+def ways(experiments: ExperimentRunner, most: int) -> list[Way]:
     """On 1 to 4 ranks, and one that changes its number of ranks twice.
 
     Args:
@@ -92,7 +92,7 @@ def ways(experiments: Experiments, most: int) -> list[Way]:
     return [*(Way(((ranks, None),)) for ranks in range(1, most + 1)), Way(changing)]
 
 
-def train(experiments: Experiments, way: Way, again: bool = False) -> Outcome:
+def train(experiments: ExperimentRunner, way: Way, again: bool = False) -> Outcome:
     """Run a training with virtual ranks in this way.
 
     Args:
@@ -115,7 +115,7 @@ def train(experiments: Experiments, way: Way, again: bool = False) -> Outcome:
     return outcome
 
 
-def _config(experiments: Experiments, **more: Any) -> dict[str, Any]:
+def _config(experiments: ExperimentRunner, **more: Any) -> dict[str, Any]:
     has_eval = experiments.data_sizes()[1] > 0
     return experiments.short_config(
         train__steps=steps(experiments),
@@ -131,17 +131,17 @@ def _config(experiments: Experiments, **more: Any) -> dict[str, Any]:
     )
 
 
-def _changes(experiments: Experiments) -> TaskChanges:
+def _changes(experiments: ExperimentRunner) -> TaskChanges:
     batch = _global_batch(experiments)
     last = min(batch, max(batch // 3, _least_batch(experiments)))
     return TaskChanges(train_samples=4 * batch + last, eval_samples=_EVAL_SAMPLES)
 
 
-def _global_batch(experiments: Experiments) -> int:
+def _global_batch(experiments: ExperimentRunner) -> int:
     return max(experiments.global_batch, _least_batch(experiments))
 
 
-def _least_batch(experiments: Experiments) -> int:
+def _least_batch(experiments: ExperimentRunner) -> int:
     """Two samples for each virtual rank: BatchNorm needs two."""
     return 2 * virtual_ranks(experiments)
 
@@ -206,7 +206,7 @@ def _tensors(digests: list[StateDigests], others: list[StateDigests]) -> list[st
 # ---- causes
 
 
-def cause(experiments: Experiments, way: Way, outcome: Outcome, found: Found) -> str:
+def cause(experiments: ExperimentRunner, way: Way, outcome: Outcome, found: Found) -> str:
     """The likely cause why a training in this way differs from that on one rank, and what to do next."""
     examined = _examined(experiments)
     changed = sorted({name for recording in examined for name in recording.changed_outside})
@@ -244,7 +244,7 @@ def _state(changed: list[str]) -> str:
     return f"state outside of the model's buffers, which each forward pass or sample changes: {listed(changed, 3)}"
 
 
-def _examined(experiments: Experiments) -> list[Recording]:
+def _examined(experiments: ExperimentRunner) -> list[Recording]:
     """Two steps on two ranks, which look for state outside of buffers and for reads of the rank."""
     return experiments.train(
         "bits-examined",
@@ -257,6 +257,6 @@ def _examined(experiments: Experiments) -> list[Recording]:
     )
 
 
-def _command(experiments: Experiments, check: str) -> str:
+def _command(experiments: ExperimentRunner, check: str) -> str:
     kind = str(experiments.config["task"].get("kind", ""))
     return f"lockstep verify {kind if '.py:' in kind else experiments.config['name']} --checks {check}"

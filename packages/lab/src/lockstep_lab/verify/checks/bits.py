@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from lockstep_lab.verify import same_bits
-from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 from lockstep_lab.verify.same_bits import Way
 
 _DIGITS = 16  # of a SHA-256, for people
 
 
-def bits(experiments: Experiments) -> CheckResult:
+def bits(experiments: ExperimentRunner) -> CheckResult:
     """The same bits on 1, 2, 3 and 4 ranks, and with another number of ranks after each stop."""
     most = experiments.gpus or same_bits.virtual_ranks(experiments)
     return compared(experiments, same_bits.ways(experiments, most))
 
 
-def compared(experiments: Experiments, ways: list[Way]) -> CheckResult:
+def compared(experiments: ExperimentRunner, ways: list[Way]) -> CheckResult:
     """Compare the training in each way, bit for bit, with the first: on one rank."""
     count, length = same_bits.virtual_ranks(experiments), same_bits.steps(experiments)
     if min(count, max(ranks for way in ways for ranks, _ in way.parts)) == 1:
