@@ -180,7 +180,7 @@ def described(error: BaseException) -> str:
 
 def short_traceback(error: BaseException) -> str:
     """The traceback without the frames before the user's code and inside installed libraries, except for the last."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
     first = next((number for number, frame in enumerate(frames) if is_own_code(frame.filename)), 0)
     frames = frames[first:]
     shown = (None, LOCKSTEP, PYTHON)

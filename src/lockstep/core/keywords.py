@@ -118,9 +118,12 @@ def meant(word: str, value: Any, name: str) -> str:
         return ""
     if asker != "Loop":
         return f"put it into the config: {caller.written(_nested(values))}"
-    own = {caller.LOOP_ARGUMENTS[key]: value for key, value in values.items() if key in caller.LOOP_ARGUMENTS}
-    rest = {key: value for key, value in values.items() if key not in caller.LOOP_ARGUMENTS}
-    own |= {"config": rest} if rest else {}
+    own: dict[str, Any] = {
+        caller.LOOP_ARGUMENTS[key]: value for key, value in values.items() if key in caller.LOOP_ARGUMENTS
+    }
+    others = {key: value for key, value in values.items() if key not in caller.LOOP_ARGUMENTS}
+    if others:
+        own["config"] = others
     return f"write {', '.join(f'{key}={caller.written(value)}' for key, value in own.items())}"
 
 
