@@ -128,4 +128,4 @@ def _read(folder: Path, config: RunConfig, world: World) -> dict[str, Any]:
 
 
 def _key(config: RunConfig, world: World) -> dict[str, Any]:
-    return {"asked": run_data.asked_micro_batches(config, world), "world": world.size}
+    return {"asked": run_data.asked_micro_batches(config, world), "world": world.virtual_ranks or world.size}

@@ -31,6 +31,7 @@ def laid_out(world: World, config: RunConfig) -> World:
         f"parallel.tensor={parallel.tensor}": parallel.tensor > 1,
         "parallel.static_graph=true": parallel.static_graph,
         "watch.every": bool(config.watch.every),
+        "CUDA graphs (compute.compile_mode)": config.compute.uses_cuda_graphs,
     }
     found = [key for key, is_set in refused.items() if is_set]
     if found:

@@ -119,7 +119,8 @@ class Bucket:
             if gradient is None:
                 view.zero_()
         there = [(view, one) for view, one in zip(views, gradients, strict=True) if one is not None]
-        torch._foreach_copy_([view for view, _ in there], [one for _, one in there])
+        if there:
+            torch._foreach_copy_([view for view, _ in there], [one for _, one in there])
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         """The gradients in a tensor of this bucket, in memory as the gradients that autograd makes."""

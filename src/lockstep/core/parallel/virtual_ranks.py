@@ -87,7 +87,7 @@ class VirtualRanks(Single):
 
     def _sync_buffers(self) -> None:
         super()._sync_buffers()
-        self._nodes, self._at_begin, self._of_first = [], [], []
+        self._nodes, self._at_begin, self._of_first, self._shard = [], [], [], None
         if len(self._numbers) > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
