@@ -59,6 +59,8 @@ class Bucket:
         """The parameters whose gradients are not complete in this step."""
         self._nodes = [nodes_of(held(rank, world.size, count), count) for rank in range(world.size)]  # of each rank
         self._ranks = world.size
+        self._is_pair = world.size == 2 and all(len(nodes) == 1 for nodes in self._nodes)
+        """There are two sums: their order does not matter, so an all-reduce does the same."""
         first, step = parameters[0], _ALIGNED // parameters[0].element_size()
         self._starts, end = [], 0
         for parameter in parameters:
@@ -78,6 +80,9 @@ class Bucket:
             self._fill(whole, [node.value[place] for place in self.places])
             for place in self.places:
                 node.value[place] = None if node.value[place] is None else _SENT
+        if self._is_pair:
+            self._work = dist.all_reduce(self._whole, async_op=True)
+            return
         sent = self._whole
         if len(wholes) > 1:  # by rank that adds up, then by node
             sent = torch.stack(wholes).view(len(wholes), self._ranks, self._shard).transpose(0, 1).contiguous().view(-1)
@@ -96,6 +101,8 @@ class Bucket:
 
     def gather(self) -> None:
         """Add up the shard of this rank, and send the sum."""
+        if self._is_pair:
+            return
         self._work.wait()
         assert self._received is not None
         tree: Tree[Tensor] = Tree(self.count, lambda left, right: left.add_(right))
