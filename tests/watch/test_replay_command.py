@@ -71,6 +71,17 @@ def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, 
     assert again.steps[-1].grad_norm == pytest.approx(entry["train/grad_norm"], rel=1e-9)
 
 
+def test_with_virtual_ranks_a_step_again_has_the_same_bits_on_another_number_of_ranks(tmp_path):
+    settings = SETTINGS | {"parallel": {"virtual_ranks": 3}, "log": {"every_steps": 1}}
+    run_ranks(2, runs.fit, Masked(), settings, tmp_path / "run")
+    for ranks in (1, 3):
+        report = run_ranks(ranks, replayed, tmp_path / "run", 20, Wants(), settings)[0]
+        assert report.saved == "bitwise equal to checkpoint 20"
+        assert replay_report.text(report).count(", as logged") == 2
+    report.logged["train/grad_norm"] *= 1 + 1e-15
+    assert "With parallel.virtual_ranks it must be the same" in replay_report.text(report)
+
+
 def test_parts_of_a_step_add_up_to_the_step_by_plain_torch(tmp_path):
     """The ranks' micro-batches and the samples have the losses and gradient norms that plain torch computes."""
     reports = [trained_and_replayed(tmp_path / "run", "ddp", 15, Wants(rank=0, ranks=2, samples=True))]

@@ -61,15 +61,12 @@ def steps(
             with around(state.step + 1, micro_batches) if around else contextlib.nullcontext():
                 result = run.update(state, micro_batches, run.plan.samples(state.step), want_norm=True)
             heads = sorted({head for losses in result.losses for head in losses})
-            own = [
-                sum(
-                    float(losses[head])  # alternating optimizers each have their own
-                    for losses, counts in zip(result.losses, result.counted, strict=True)
-                    if counts and head in losses
-                )
-                for head in heads
-            ]
-            sums = state.world.sum_once(own)
+            own = [[0.0] * len(heads) for _ in state.world.data_ranks]
+            for losses, counts, place in zip(result.losses, result.counted, result.places, strict=True):
+                for number, head in enumerate(heads):
+                    if counts and head in losses:  # alternating optimizers each have their own
+                        own[place][number] += float(losses[head])
+            sums = state.world.sum_in_order(own)
             units = {head: result.totals.get(head, result.totals.get("", 0.0)) for head in heads}
             loss = {head: total / units[head] if units[head] else 0.0 for head, total in zip(heads, sums, strict=True)}
             norm = None if result.grad_norm is None else float(result.grad_norm)

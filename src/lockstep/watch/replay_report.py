@@ -74,6 +74,8 @@ class ReplayReport:
     samples: list[StepShare] = field(default_factory=list)
     """By loss, the largest first."""
     rank: int | None = None
+    virtual_ranks: int | None = None
+    """With them, a step has the same bits on any number of ranks."""
 
 
 def make(
@@ -96,7 +98,9 @@ def make(
         )
     if run.world.tensor > 1 and (wants.samples or wants.rank is not None):
         run.config.parallel.without_mesh("replay --samples or --rank", "replay on one rank: --nproc 1")
-    report = ReplayReport(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
+    report = ReplayReport(
+        str(run.folder), run.world.size, run.state.step, rank=wants.rank, virtual_ranks=run.world.virtual_ranks
+    )
     report.coefficients = dict(run.state.coefficients)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
@@ -237,13 +241,17 @@ def _beside_log(report: ReplayReport) -> list[str]:
     lines = [f"the log's entry covers steps {report.logged_from} to {until}:"]
     complete = last.step == until and len(window) == until - report.logged_from + 1
     if complete:
-        lines.append(_beside("loss", _mean(window, report.coefficients), logged.get("train/loss")))
+        is_single = len(window) == 1  # a mean over steps rounds
+        loss = last.loss if is_single else _mean(window, report.coefficients)
+        must_equal = report.virtual_ranks is not None and is_single
+        lines.append(_beside("loss", loss, logged.get("train/loss"), must_equal))
     else:
         lines.append(
             f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps; not all of them were repeated"
         )
     if last.step == until:
-        lines.append(_beside("gradient norm", last.grad_norm, logged.get("train/grad_norm")))
+        must_equal = report.virtual_ranks is not None
+        lines.append(_beside("gradient norm", last.grad_norm, logged.get("train/grad_norm"), must_equal))
     return [line for line in lines if line]
 
 
@@ -260,13 +268,14 @@ def _mean(window: Sequence[StepReport], coefficients: Mapping[str, float]) -> fl
     return combine(sums, units, coefficients).get("loss", math.nan)
 
 
-def _beside(name: str, again: float | None, logged: float | None) -> str:
+def _beside(name: str, again: float | None, logged: float | None, must_equal: bool) -> str:
     if again is None or logged is None:
         return ""
     if again == logged:
         return f"  {name}: {again:.9g}, as logged"
     distance = abs(again - logged) / max(abs(logged), 1e-300)
-    return f"  {name}: {again:.9g}, logged {logged:.9g}: {distance:.1g} apart, relatively"
+    text = f"  {name}: {again:.9g}, logged {logged:.9g}: {distance:.1g} apart, relatively"
+    return f"{text}. With parallel.virtual_ranks it must be the same: lockstep --explain bits" if must_equal else text
 
 
 def _parts(parts: Sequence[StepShare]) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from lockstep.core.errors import UsageError
 from lockstep_lab.plan.estimate import _sharded_moment, _sizes, estimate
 from lockstep_lab.plan.inputs import Machines, OptimizerFacts, ParameterFacts, Segment, Setting
+from lockstep_lab.plan.search import at_micro_batch
 from packages.lab.tests.plan.cases import adam_parameter, world, written_facts
 
 BLOCK, ROOT = 40 * 20 * 4, 40 * 2 * 4  # bytes of the parameters of a block, and of the root
@@ -235,3 +236,39 @@ def test_optimizers_and_models_that_a_setting_does_not_suit():
         memory("fsdp", facts=muon)
     with pytest.raises(UsageError, match="no repeated blocks"):
         memory("ddp", facts=written_facts(blocks=0, parameters=[adam_parameter("all", (4, 4))]), recompute=True)
+
+
+def test_virtual_ranks_keep_a_gradient_for_each_open_subtree():
+    def gradients(gpus, virtual_ranks):
+        found = memory("ddp" if gpus > 1 else "single", gpus=gpus, virtual_ranks=virtual_ranks)
+        return found.at_peak["gradients"] // ALL, found.at_peak["communication"] / ALL
+
+    assert [gradients(1, count)[0] for count in (2, 4, 8, 16)] == [2, 3, 4, 5]  # log2 + 1
+    assert gradients(2, 8) == (3, 2.0)  # four virtual ranks each, which are one subtree in the end
+    assert gradients(3, 8)[1] > 2.0  # no even division: some ranks exchange several subtrees
+    eight = memory("ddp", gpus=8, virtual_ranks=8)
+    assert (eight.communication_bytes, eight.peak_bytes) == (2 * ALL, memory("ddp", gpus=8).peak_bytes + ALL)
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_virtual_ranks_send_the_bytes_of_an_all_reduce_on_a_power_of_two_of_gpus(gpus):
+    facts = replace(written_facts(), buffers_bytes=0)
+
+    def sent(gpus, **options):
+        return estimate(facts, Setting(world(gpus), "ddp", "fp32", 4, **options)).communication.total_bytes
+
+    assert sent(gpus, virtual_ranks=8) == sent(gpus)
+    assert sent(3) < sent(3, virtual_ranks=8) <= 2 * sent(3)
+
+
+def test_virtual_ranks_need_the_whole_model_and_enough_of_them():
+    with pytest.raises(UsageError, match="8 GPUs cannot share 4 virtual ranks"):
+        memory("ddp", virtual_ranks=4)
+    with pytest.raises(UsageError, match="the whole model on each GPU"):
+        memory("fsdp", virtual_ranks=8)
+
+
+def test_micro_batches_are_those_of_a_virtual_rank():
+    facts = replace(written_facts(), global_batch=64)
+    setting = at_micro_batch(facts, Setting(world(2), "ddp", "fp32", 1, virtual_ranks=8), 4)
+    assert (setting.micro_batch, setting.accumulate) == (4, 8)  # four virtual ranks with two micro-batches each

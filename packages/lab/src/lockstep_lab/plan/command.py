@@ -69,7 +69,7 @@ def plan_of(
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
     chosen = tuple(precisions or _precisions(world))
     names = ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
-    details = {name: getattr(config.parallel, name) for name in (*names, "reduce_each_micro_batch")}
+    details = {name: getattr(config.parallel, name) for name in (*names, "reduce_each_micro_batch", "virtual_ranks")}
 
     def planned(config: RunConfig) -> PlanResult:
         tensor = config.parallel.tensor

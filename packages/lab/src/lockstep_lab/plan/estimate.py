@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lockstep.core.errors import UsageError
+from lockstep.core.parallel import virtual
 from lockstep.core.schedule import scaled_lr
 from lockstep_lab.plan.inputs import ModelFacts, ParameterFacts, PassFacts, PrecisionName, Segment, Setting
 
@@ -54,7 +55,7 @@ class Traffic(NamedTuple):
     group: str
     """`tensor`, `shard`, `replicate`; `all` for all GPUs of a training without shards, and for buffers."""
     collective: str
-    """`all_reduce`, `all_gather`, `reduce_scatter` or `broadcast`."""
+    """`all_reduce`, `all_gather`, `all_to_all`, `reduce_scatter` or `broadcast`."""
     times: int | None
     """How many there are. None: torch decides."""
     bytes: float
@@ -68,8 +69,8 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a GPU sends in rings of NCCL: (n-1)/n of the data for a gather or a scatter, and twice that for a
-        reduction (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+        """Bytes that a GPU sends in rings of NCCL: (n-1)/n of the data for a gather, a scatter or an exchange of all
+        with all, and twice that for a reduction (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
         """
         share = (self.ranks - 1) / self.ranks
         return self.bytes * {"broadcast": 1, "all_reduce": 2 * share}.get(self.collective, share)
@@ -236,7 +237,9 @@ def memory_of(facts: ModelFacts, setting: Setting) -> MemoryEstimate:
     kept = 0 if setting.offload else gradients
     update = {"gradients": kept, "activations": 0 if setting.offload else round(temporary), "communication": 0}
     is_ddp = setting.strategy == "ddp" and setting.world.gpus > 1 and not setting.is_sharded
-    if is_ddp and not setting.gradient_as_bucket_view:
+    if is_ddp and setting.virtual_ranks:
+        update["communication"] = round(_received(setting) * gradients)
+    elif is_ddp and not setting.gradient_as_bucket_view:
         update["communication"] = gradients
     moments.append(("update", {**on_gpu, **update, "batch": batch}))
     phase, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
@@ -271,6 +274,12 @@ def pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
 def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
     """single, ddp: each rank has all parameters."""
     samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
+    if setting.virtual_ranks and setting.virtual_ranks > 1:
+        return {
+            "gradients": _in_tree(setting) * gradients,
+            "activations": segment.activations.at(samples) + segment.casts.at(samples),
+            "communication": round((1 + _received(setting)) * gradients) if is_ddp else 0,
+        }
     # Buckets hold the gradients and always exist. Passes without reduction add up gradients in their own tensors,
     # which the last pass copies into the buckets.
     is_beside = setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view)
@@ -280,6 +289,30 @@ def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[st
         "activations": segment.activations.at(samples) + segment.casts.at(samples),
         "communication": gradients if has_copies else 0,
     }
+
+
+def _in_tree(setting: Setting) -> int:
+    """Virtual ranks: sums of gradients that a GPU keeps at most, with that of the virtual rank in progress.
+
+    A GPU with one virtual rank keeps none beyond its buckets, to which gradients go as they come.
+    """
+    most, gpus, count = 0, setting.world.gpus, setting.virtual_ranks or 1
+    for rank in range(gpus):
+        numbers = virtual.held(rank, gpus, count)
+        kept = [len(virtual.nodes_of(range(numbers.start, number), count)) for number in numbers]
+        most = max(most, max(kept) + (len(numbers) > 1))
+    return most
+
+
+def _received(setting: Setting) -> float:
+    """Virtual ranks on several GPUs: whole gradients that a GPU has received in the exchange."""
+    return sum(_subtrees(setting)) / setting.world.gpus
+
+
+def _subtrees(setting: Setting) -> list[int]:
+    """Virtual ranks: the number of subtrees that each GPU sends."""
+    gpus, count = setting.world.gpus, setting.virtual_ranks or 1
+    return [len(virtual.nodes_of(virtual.held(rank, gpus, count), count)) for rank in range(gpus)]
 
 
 def _sizes(facts: ModelFacts, setting: Setting) -> _Sizes:
@@ -392,6 +425,10 @@ def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:
         yield Traffic("all", "broadcast", None, facts.buffers_bytes, gpus, gpus, on_node * tensor)
     if not setting.is_sharded:
         trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
+        if setting.virtual_ranks:  # with one subtree on each GPU, together the traffic of an all-reduce
+            yield Traffic("all", "all_to_all", None, max(_subtrees(setting)) * trainable, gpus, gpus, on_node)
+            yield Traffic("all", "all_gather", None, trainable, gpus, gpus, on_node)
+            return
         yield Traffic("all", "all_reduce", None, trainable, gpus, gpus, on_node)
         return
     sizes, units = _sizes(facts, setting), facts.stay_from if setting.reshard_after_forward else 0

@@ -259,8 +259,15 @@ class Setting:
     tensor: int = 1
     """Ranks of a tensor group, which together hold the layers of one model. With more than one, `ddp` replicates groups
     and `fsdp` shards what each rank of a group holds."""
+    virtual_ranks: int | None = None
+    """Parts of a global batch. Each GPU computes one or more. None: one part for each GPU or tensor group."""
 
     def __post_init__(self) -> None:
+        if self.virtual_ranks and (self.is_sharded or self.world.gpus > self.virtual_ranks):
+            what = f"{self.world.gpus} GPUs cannot share {self.virtual_ranks} virtual ranks"
+            what = "virtual ranks need the whole model on each GPU" if self.is_sharded else what
+            remedy = f"use ddp, without parallel.tensor, on at most {self.virtual_ranks} GPUs"
+            raise UsageError(what, where=f"parallel.virtual_ranks={self.virtual_ranks}", remedy=remedy)
         if self.tensor > 1 and (self.offload or self.precision == "fp16"):
             what = "tensor parallelism supports neither fp16 nor offload"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy="use bf16 or fp32, without offload")
@@ -291,6 +298,11 @@ class Setting:
     def data_ranks(self) -> int:
         """Groups of GPUs with different samples: all GPUs, or tensor groups."""
         return self.world.gpus // self.tensor
+
+    @property
+    def parts(self) -> int:
+        """Parts into which a global batch is split."""
+        return self.virtual_ranks or self.data_ranks
 
     @property
     def shards(self) -> int:

@@ -362,6 +362,7 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
         recompute=measured.recompute,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
         tensor=parallel.tensor,
+        virtual_ranks=parallel.virtual_ranks,
         **sharded,
     )
 

@@ -75,7 +75,8 @@ def search(
         reserve: fraction of the memory that stays free, for the driver, library buffers and fragmentation.
     """
     options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions, details or {})]
-    options += list(_not_applicable(facts, world, (details or {}).get("tensor", 1), precisions[0]))
+    of_mesh = {name: value for name, value in (details or {}).items() if name in ("tensor", "virtual_ranks")}
+    options += list(_not_applicable(facts, world, of_mesh, precisions[0]))
     fitting = [option for option in options if option.fits]
     unknown = [option for option in options if option.fits is None and option.estimate is not None]
     if fitting:
@@ -134,11 +135,13 @@ def _settings(
                 yield setting
 
 
-def _not_applicable(facts: ModelFacts, world: Machines, tensor: int, precision: PrecisionName) -> Iterator[Option]:
+def _not_applicable(
+    facts: ModelFacts, world: Machines, of_mesh: Mapping[str, Any], precision: PrecisionName
+) -> Iterator[Option]:
     """The strategies that cannot apply, each with the reason."""
     for strategy, _ in _STRATEGIES[1:4] if world.gpus > 1 else ():
         try:
-            estimate(facts, Setting(world, strategy, precision, 1, tensor=tensor))
+            estimate(facts, Setting(world, strategy, precision, 1, **of_mesh))
         except UsageError as error:
             yield Option(strategy, None, False, None, reason=error.what)
     if not facts.blocks:
@@ -147,30 +150,32 @@ def _not_applicable(facts: ModelFacts, world: Machines, tensor: int, precision: 
 
 def at_micro_batch(facts: ModelFacts, setting: Setting, micro_batch: int) -> Setting:
     """`setting` with at most this micro-batch, and the accumulation that the global batch needs."""
-    per_gpu = -(-facts.global_batch // setting.data_ranks)
-    accumulate = -(-per_gpu // min(micro_batch, per_gpu))
+    of_part = -(-facts.global_batch // setting.parts)
+    passes = -(-of_part // min(micro_batch, of_part))
     return replace(
         setting,
-        micro_batch=-(-per_gpu // accumulate),
-        accumulate=accumulate,
+        micro_batch=-(-of_part // passes),
+        accumulate=passes * -(-setting.parts // setting.data_ranks),
         global_batch=facts.global_batch,
     )
 
 
 def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
-    per_gpu = -(-facts.global_batch // setting.data_ranks)
+    of_part = -(-facts.global_batch // setting.parts)
 
     def fits(tried: Setting) -> bool | None:
         return estimate(facts, tried).fits(reserve)
 
     if setting.world.memory_bytes is None or pass_of(facts, setting) is None:
-        found = estimate(facts, at_micro_batch(facts, setting, per_gpu))
+        found = estimate(facts, at_micro_batch(facts, setting, of_part))
         return Option(setting.name, found, found.fits(reserve), None, _shortage(found, reserve))
     largest = _largest(1, LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
-    if largest >= per_gpu:
-        return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, per_gpu)), True, largest)
+    if largest >= of_part and not setting.virtual_ranks:
+        return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, of_part)), True, largest)
     # With accumulation, more is alive: gradients are kept between micro-batches.
-    smaller = _largest(1, max(1, per_gpu - 1), lambda n: fits(at_micro_batch(facts, setting, n)))
+    smaller = _largest(
+        1, max(1, of_part - (not setting.virtual_ranks)), lambda n: fits(at_micro_batch(facts, setting, n))
+    )
     if smaller:
         return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, smaller)), True, largest or None)
     found = estimate(facts, at_micro_batch(facts, setting, 1))

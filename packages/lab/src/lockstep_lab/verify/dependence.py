@@ -74,7 +74,7 @@ def noted_reads() -> Generator[list[str], None, None]:
 
 
 def state_outside(task: Task, data: Any, model: nn.Module) -> dict[str, str]:
-    """The state of the user's code that is no buffer or parameter, by name: numbers, tensors and generators.
+    """The state of the user's code outside of buffers and parameters, by name: numbers, tensors and generators.
 
     It belongs to the task, its training data, the modules of the model, and the files that define them.
     """

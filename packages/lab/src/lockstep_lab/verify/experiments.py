@@ -425,7 +425,7 @@ class ExperimentRunner:
         return self.folder / f"learned-{self._longest_learning}"
 
     @_once
-    def bits(self, way: same_bits.Way, again: bool = False) -> same_bits.Outcome:
+    def bits(self, way: same_bits.Way, again: bool = False) -> same_bits.BitsOutcome:
         """The unchanged training with virtual ranks; see `same_bits`."""
         return same_bits.train(self, way, again)
 

@@ -36,7 +36,7 @@ class Way:
 
 
 @dataclass
-class Outcome:
+class BitsOutcome:
     """What a training did, by number of steps done."""
 
     entries: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Found:
+class FirstDifference:
     """The first difference of two trainings."""
 
     step: int
@@ -92,13 +92,13 @@ def ways(experiments: ExperimentRunner, most: int) -> list[Way]:
     return [*(Way(((ranks, None),)) for ranks in range(1, most + 1)), Way(changing)]
 
 
-def train(experiments: ExperimentRunner, way: Way, again: bool = False) -> Outcome:
+def train(experiments: ExperimentRunner, way: Way, again: bool = False) -> BitsOutcome:
     """Run a training with virtual ranks in this way.
 
     Args:
         again: for a second run.
     """
-    outcome, name = Outcome(), f"bits-{'-'.join(str(ranks) for ranks, _ in way.parts)}{'-again' * again}"
+    outcome, name = BitsOutcome(), f"bits-{'-'.join(str(ranks) for ranks, _ in way.parts)}{'-again' * again}"
     for ranks, stop_at in way.parts:
         recordings = experiments.train(
             name,
@@ -160,7 +160,7 @@ def _sha256(folder: Path) -> str:
 # ---- differences
 
 
-def first_difference(first: Outcome, other: Outcome, count: int) -> Found | None:
+def first_difference(first: BitsOutcome, other: BitsOutcome, count: int) -> FirstDifference | None:
     """The first difference of two trainings; None if they have the same bits.
 
     Args:
@@ -174,13 +174,13 @@ def first_difference(first: Outcome, other: Outcome, count: int) -> Found | None
         if texts:
             in_batch = first.batches.get(step) != other.batches.get(step)
             words = f"after step {step} " if step else "before the first step "
-            return Found(step, words + "; ".join(texts), len(names), in_batch)
+            return FirstDifference(step, words + "; ".join(texts), len(names), in_batch)
     if first.checkpoint != other.checkpoint:
-        return Found(max(first.digests, default=0), "the files of the last checkpoint differ", 0, False)
+        return FirstDifference(max(first.digests, default=0), "the files of the last checkpoint differ", 0, False)
     return None
 
 
-def _batch(first: Outcome, other: Outcome, step: int, count: int) -> str:
+def _batch(first: BitsOutcome, other: BitsOutcome, step: int, count: int) -> str:
     batches, others = first.batches.get(step, []), other.batches.get(step, [])
     if len(batches) != len(others):
         return f"there are {len(batches)} and {len(others)} micro-batches"
@@ -188,7 +188,7 @@ def _batch(first: Outcome, other: Outcome, step: int, count: int) -> str:
     return f"virtual rank {differing[0] * count // len(batches)} had a different batch" if differing else ""
 
 
-def _figure(first: Outcome, other: Outcome, step: int) -> str:
+def _figure(first: BitsOutcome, other: BitsOutcome, step: int) -> str:
     figures, others = first.entries.get(step, {}), other.entries.get(step, {})
     for name in [*figures, *(others.keys() - figures.keys())]:
         if repr(figures.get(name)) != repr(others.get(name)):
@@ -206,7 +206,7 @@ def _tensors(digests: list[StateDigests], others: list[StateDigests]) -> list[st
 # ---- causes
 
 
-def cause(experiments: ExperimentRunner, way: Way, outcome: Outcome, found: Found) -> str:
+def cause(experiments: ExperimentRunner, way: Way, outcome: BitsOutcome, found: FirstDifference) -> str:
     """The likely cause why a training in this way differs from that on one rank, and what to do next."""
     examined = _examined(experiments)
     changed = sorted({name for recording in examined for name in recording.changed_outside})

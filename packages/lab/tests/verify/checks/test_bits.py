@@ -10,7 +10,7 @@ from lockstep.core.parallel.pretended import pretended_world
 from lockstep_lab.verify import command, same_bits
 from lockstep_lab.verify.checks.bits import bits
 from lockstep_lab.verify.dependence import noted_reads, state_outside
-from lockstep_lab.verify.same_bits import Outcome, first_difference
+from lockstep_lab.verify.same_bits import BitsOutcome, first_difference
 from packages.lab.tests.verify import rank_tasks
 from packages.lab.tests.verify.made_up import experiments
 from tests import ranks, runs
@@ -63,7 +63,7 @@ def test_one_virtual_rank_shows_nothing():
 
 
 def outcome(loss=1.0, batch=7, weight=5, checkpoint="a"):
-    return Outcome(
+    return BitsOutcome(
         {1: {"train/loss": 2.0}, 2: {"train/loss": loss}},
         {1: [1, 2], 2: [3, batch]},
         {step: [{"model.a": (0, 4, (0, 5)), "model.b": (0, 4, (0, weight))}] for step in (1, 2)},
