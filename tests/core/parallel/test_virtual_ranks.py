@@ -174,6 +174,11 @@ CASES = {
         {"dtype": torch.float32},
         {"train": {"unfreeze": [{"match": ["0.*"], "step": 6}]}},
     ),
+    "fewer samples than virtual ranks": (
+        Kind(OWN, "Masked"),
+        {"dtype": torch.float32},
+        {"batch": {"global": 4}, "optim": {"name": "SGD"}},
+    ),
     "few labels": (Kind(OWN, "FewLabels"), {}, {}),
 }
 
@@ -263,6 +268,21 @@ def test_a_run_that_changes_its_number_of_ranks_has_the_bits_of_one_that_does_no
     assert {"__0_0.distcp", "__3_0.distcp", "index.json"} < files[0].keys()
     for name in files[0].keys() - {"manifest.json"}:  # it says when the checkpoint was written, and on how many ranks
         assert files[0][name] == files[1][name], name
+
+
+def changed_kind(folder):
+    """On one rank: the notes of a run that resumes after it was trained on another kind of device."""
+    settings = {"parallel": {"virtual_ranks": 2}, "batch": {"micro": 3}, "data": {"drop_last": True}}
+    fit_in_turns(folder, 3, settings)
+    marker = folder / "environment.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"kind": "an abacus"}))
+    fit_in_turns(folder, 5, settings)
+    return [line for line in (folder / "train.log").read_text().splitlines() if "abacus" in line]
+
+
+def test_a_run_that_resumes_on_another_kind_of_device_says_so(tmp_path):
+    (note,) = changed_kind(tmp_path / "run")
+    assert "trained on an abacus and resumes on" in note
 
 
 REFUSED = {
