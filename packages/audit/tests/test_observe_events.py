@@ -442,7 +442,7 @@ def test_an_evaluation_that_calls_parts_of_a_model_counts_as_one(monkeypatch, tm
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: None)
     for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
         monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(models.made, "has_wrapped", True)
+    monkeypatch.setattr(models.module_creation, "has_wrapped", True)
     wrapper = torch.nn.Module()
     wrapper.module, before = _Spectra(), data.recorder.counts.forwards_eval
     models._watch("ddp", None, wrapper, None)
@@ -475,7 +475,7 @@ def test_buffers_at_an_evaluation_are_those_that_the_wrapper_has_sent(monkeypatc
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys)))
     for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
         monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(models.made, "has_wrapped", True)
+    monkeypatch.setattr(models.module_creation, "has_wrapped", True)
     wrapper = _Sending(torch.nn.BatchNorm1d(2))
     forward = torch_private.around("forward", _Sending.forward, calls.forward)
     monkeypatch.setattr(_Sending, "forward", forward)
@@ -498,7 +498,7 @@ def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys)))
     for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
         monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(models.made, "has_wrapped", True)
+    monkeypatch.setattr(models.module_creation, "has_wrapped", True)
     monkeypatch.setattr(calls, "_reads", wrapper_bypass.Reads(calls._used))
 
     def wrapped():
@@ -549,7 +549,7 @@ def test_ranks_of_shards_are_those_of_the_mesh(monkeypatch):
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append(keys.get("ranks")))
     for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
         monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(models.made, "has_wrapped", True)
+    monkeypatch.setattr(models.module_creation, "has_wrapped", True)
     monkeypatch.setattr(models, "DeviceMesh", types.SimpleNamespace)
     for mesh in (None, types.SimpleNamespace(mesh=torch.tensor([[0, 2], [4, 6]]))):
         shards = torch.nn.Linear(2, 2)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.core.errors import Preempted
-from lockstep.core.parallel import heartbeat, launched, signals
+from lockstep.core.parallel import heartbeat, launched, signals, stop_consensus
 from lockstep.core.parallel.heartbeat import Heartbeat
 from lockstep.core.parallel.signals import ASKING, StopFlag, listening
 from lockstep.core.parallel.stop_consensus import StopConsensus
@@ -380,9 +380,7 @@ class Ranks:
         self.size, self.barrier = size, threading.Barrier(size, timeout=HANG_S)
         self.here = threading.local()
         self.values = [None] * size
-        monkeypatch.setattr(
-            signals, "time", SimpleNamespace(perf_counter=lambda: self.here.clock, monotonic=time.monotonic)
-        )
+        monkeypatch.setattr(stop_consensus, "time", SimpleNamespace(perf_counter=lambda: self.here.clock))
 
     def all_sum(self, values):
         self.values[self.here.rank] = values
