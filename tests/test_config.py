@@ -741,7 +741,7 @@ def test_the_keys_that_determine_a_training_are_these():
         *(f"optim.{key}" for key in ("layer_decay", "groups")),
         *(f"schedule.{key}" for key in ("name", "warmup_steps", "warmup_share", "end_factor")),
         *(f"schedule.{key}" for key in ("step_epochs", "gamma", "power", "plateau")),
-        *(f"parallel.{key}" for key in ("param_dtype", "reduce_dtype")),
+        *(f"parallel.{key}" for key in ("param_dtype", "reduce_dtype", "virtual_ranks")),
         "compute.matmul_precision",
     }
 

@@ -195,7 +195,7 @@ def test_class_of_a_script_needs_cloudpickle_and_the_error_says_so(tmp_path, mon
 
     Mine.__module__ = "__main__"
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(UsageError, match=r"class Mine: .*cloudpickle(?s:.*)pip install 'torch-lockstep\[notebook\]'"):
+    with pytest.raises(UsageError, match=r"class Mine: .*cloudpickle(?s:.*)pip install cloudpickle"):
         Trainer(runs.config(), run_dir=tmp_path).fit(Mine(), nproc=2)
 
 

@@ -76,7 +76,7 @@ for step in loop:
 def test_trial_steps_of_the_engine_do_not_count_as_steps_of_a_script(tmp_path):
     """The engine tries the optimizer before the first step, and also if the run is complete."""
     (tmp_path / "train.py").write_text(LOOP)
-    for verdict, steps in ((judge.Verdict.CLEAN, [0, 1]), (judge.Verdict.INCONCLUSIVE, [])):
+    for verdict, steps in ((judge.AuditVerdict.CLEAN, [0, 1]), (judge.AuditVerdict.INCONCLUSIVE, [])):
         events = tmp_path / verdict.value
         arguments = (events, tmp_path / "train.py")
         [done] = forked.ended(

@@ -181,7 +181,7 @@ def test_exit_codes(made, settings, verdict, code, tmp_path, capsys):
 def test_a_script_that_trains_nothing_is_inconclusive_with_the_reason_and_a_remedy(loads, tmp_path, capsys):
     made = Script().exit() if not loads else Script().add("state", at=["/t.py", 3, "f"], what="model").exit()
     folder = written(made, tmp_path / "events")
-    assert judge.judge(folder, Settings()) is judge.Verdict.INCONCLUSIVE
+    assert judge.judge(folder, Settings()) is judge.AuditVerdict.INCONCLUSIVE
     why, remedy, last = capsys.readouterr().out.splitlines()[-3:]
     assert why.startswith("inconclusive: no rank stepped a torch optimizer")
     assert ("t.py:3 loaded a checkpoint" in why) == ("new run directory" in remedy) == loads

@@ -288,16 +288,6 @@ def test_a_run_without_entries(tmp_path):
     json.dumps(advise.as_json(advised), allow_nan=False)
 
 
-def test_a_log_of_an_older_version(tmp_path):
-    made_up(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rows = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    advised = advise.advise(tmp_path)
-    assert advised.advice == []
-    assert any("older version" in note for note in advised.notes)
-
-
 def test_no_run_directory(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
         advise.advise(tmp_path)

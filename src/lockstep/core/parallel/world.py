@@ -79,17 +79,17 @@ class World:
     virtual_ranks: int | None = None
     """Number of virtual ranks, over which samples are divided; see `virtual`. None: over the ranks themselves."""
 
-    @property
+    @functools.cached_property
     def replica(self) -> int:
         """The number of this rank's copy of the model: of its tensor group. Without a mesh, each rank is a group."""
         return self.rank // self.tensor
 
-    @property
+    @functools.cached_property
     def replicas(self) -> int:
         """Number of copies of the model."""
         return self.size // self.tensor
 
-    @property
+    @functools.cached_property
     def data_ranks(self) -> range:
         """The shards of a global batch that this rank computes. Samples and seeds depend on their numbers, not on the
         rank: its virtual ranks, or the number of its tensor group."""
@@ -97,7 +97,7 @@ class World:
             return range(self.replica, self.replica + 1)
         return virtual.held(self.rank, self.size, self.virtual_ranks)
 
-    @property
+    @functools.cached_property
     def data_size(self) -> int:
         """Number of shards of a global batch, over all ranks."""
         return self.virtual_ranks or self.replicas
@@ -140,6 +140,8 @@ class World:
 
     def sum_in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
         """As `sum_once`, of each of `data_ranks`: the same bits on any number of ranks, if they are virtual."""
+        if self.virtual_ranks is None:
+            return self.sum_once(values[0])
         return self.in_order(self.all_sum(self.slots(values)), len(values[0]))
 
     def slots(self, values: Sequence[Sequence[float]]) -> list[float]:

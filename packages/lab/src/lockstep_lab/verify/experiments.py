@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lockstep.core import devices
 from lockstep.core.data import same_samples
-from lockstep_lab.verify import compare, cut_model, same_bits, worker_functions
+from lockstep_lab.verify import compare, cut_model, worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.compare import TrainingDifference
 from lockstep_lab.verify.constant_baseline import ConstantBaseline, constant_baseline
@@ -68,7 +68,7 @@ def values_of(name: str, answers: Sequence[Any]) -> list[Any]:
     return [answer.value for answer in answers]
 
 
-def _once(method: Method) -> Method:
+def once(method: Method) -> Method:
     """Call the method once for the same arguments, and keep its result, or its `ExperimentFailed`."""
 
     @functools.wraps(method)
@@ -284,25 +284,25 @@ class ExperimentRunner:
 
     # ---- facts about the task
 
-    @_once
+    @once
     def probe(self) -> TaskProbe:
         """The facts that a forward and a backward pass show about the task."""
         (probe,) = self.run("task-probe", 1, probe_task, self.short_config(), self.train_samples)
         self._loss_communicates = bool(probe.collectives)
         return probe  # type: ignore[no-any-return]
 
-    @_once
+    @once
     def cut(self) -> str:
         """What differs in the model that a mesh shards; see `cut_model`. Empty: nothing, or there is no mesh."""
         return cut_model.examined(self)
 
-    @_once
+    @once
     def data_sizes(self) -> tuple[int, int]:
         """Number of training samples and of evaluation samples."""
         (sizes,) = self.run("data-sizes", 1, worker_functions.data_sizes, self.short_config())
         return sizes  # type: ignore[no-any-return]
 
-    @_once
+    @once
     def train_lengths(self, count: int | None) -> list[int] | None:
         """The lengths of `count` training samples (None: of all), if they determine the order. None: they do not."""
         if not self.config["data"]["group_by_length"]:
@@ -310,25 +310,25 @@ class ExperimentRunner:
         (lengths,) = self.run("train-lengths", 1, worker_functions.train_lengths, self.short_config(), count)
         return lengths  # type: ignore[no-any-return]
 
-    @_once
+    @once
     def epoch_length(self, short: bool) -> int:
         """Number of samples of an epoch, with `short_config` or with the config as it is."""
         config = self.short_config() if short else self.config
         (length,) = self.run("epoch-length", 1, worker_functions.epoch_length, config)
         return length  # type: ignore[no-any-return]
 
-    @_once
+    @once
     def planned_draws(self, count: int) -> list[list[int]] | None:
         """The samples of each step if the data set of `count` samples draws them. None: an epoch has each once."""
         (found,) = self.run("draws", 1, worker_functions.planned_draws, self.short_config(), count, self.steps)
         return found  # type: ignore[no-any-return]
 
-    @_once
+    @once
     def data_remarks(self) -> list[str]:
         """The facts about the data that may make a metric too good."""
         return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]
 
-    @_once
+    @once
     def dependence_on_hashes(self) -> str:
         """Data that a different interpreter reads differently; see `hash_seed`. Only for tasks in files."""
         config = self.short_config()
@@ -338,7 +338,7 @@ class ExperimentRunner:
         first, second = (self.run(f"hash-seed-{number}", 1, digests, config)[0] for number in range(2))
         return other.difference(first) if first == second else ""  # else `determinism` reports it
 
-    @_once
+    @once
     def baseline(self) -> ConstantBaseline:
         """Loss and metrics of the best constant output."""
         (baseline,) = self.run("baseline", 1, constant_baseline, self.short_config(), _BASELINE_SAMPLES)
@@ -346,26 +346,26 @@ class ExperimentRunner:
 
     # ---- trainings that several checks use
 
-    @_once
+    @once
     def one_process(self) -> list[Recording]:
         """One process with the whole global batch as its micro-batch: the reference for other trainings."""
         config = self.exact_config(batch__micro=None)
         record = RecorderOptions(repeat_updates=True)
         return self.train("one-process", 1, config, changes=self.exact_changes(), record=record)
 
-    @_once
+    @once
     def one_process_reversed(self) -> list[Recording]:
         """The same with the samples of each batch in reversed order, which rounds differently."""
         config = self.exact_config(batch__micro=None)
         return self.train("one-process-reversed", 1, config, changes=self.exact_changes(reverse=True))
 
-    @_once
+    @once
     def all_ranks(self) -> list[Recording]:
         """All ranks with one micro-batch each."""
         config = self.exact_config(batch__micro=None)
         return self.train(f"{self.nproc}-ranks", self.nproc, config, changes=self.exact_changes())
 
-    @_once
+    @once
     def accumulated(self) -> list[Recording]:
         """All ranks with several uneven micro-batches each.
 
@@ -375,7 +375,7 @@ class ExperimentRunner:
         record = RecorderOptions(gradient_steps=(0, min(4, self.steps - 1), self.steps - 2))
         return self.train("accumulated", self.nproc, config, changes=self.exact_changes(), record=record)
 
-    @_once
+    @once
     def undisturbed(self) -> list[Recording]:
         """All ranks, the unchanged training, with checkpoints on the way; on a GPU with deterministic kernels.
 
@@ -397,14 +397,14 @@ class ExperimentRunner:
         config = self.config_with_checkpoints()
         return self.train("undisturbed", self.nproc, config, changes=changes, record=record, slow_writing=True)
 
-    @_once
+    @once
     def undisturbed_again(self) -> list[Recording]:
         """The same training a second time, with different states of the random generators between the steps."""
         record = RecorderOptions(digest_every=1, digest_batches=True, disturb_generators=True)
         changes, config = TaskChanges(train_samples=self.train_samples), self.config_with_checkpoints()
         return self.train("again", self.nproc, config, changes=changes, record=record, keep=False)
 
-    @_once
+    @once
     def without_recomputation(self) -> list[Recording]:
         """The same without `compute.activation_checkpointing`."""
         record = RecorderOptions(digest_every=1, digest_batches=True)
@@ -412,7 +412,7 @@ class ExperimentRunner:
         config = self.config_with_checkpoints(compute__activation_checkpointing=False)
         return self.train("not-recomputed", self.nproc, config, changes=changes, record=record, keep=False)
 
-    @_once
+    @once
     def learned(self, factor: int) -> list[Recording]:
         """All ranks, the unchanged training, on all its data, for `factor` times `learning_steps`."""
         self._longest_learning = max(self._longest_learning, factor)
@@ -423,11 +423,6 @@ class ExperimentRunner:
     def learned_folder(self) -> Path:
         """The run directory of the longest training by `learned` so far."""
         return self.folder / f"learned-{self._longest_learning}"
-
-    @_once
-    def bits(self, way: same_bits.Way, again: bool = False) -> same_bits.BitsOutcome:
-        """The unchanged training with virtual ranks; see `same_bits`."""
-        return same_bits.train(self, way, again)
 
     # ---- comparing with one process
 

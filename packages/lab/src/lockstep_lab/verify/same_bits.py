@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import listed
 from lockstep_lab.verify.comparable_task import TaskChanges
+from lockstep_lab.verify.experiments import ExperimentRunner, once
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference.checkpoint import newest
 from lockstep_lab.verify.result import counted
 
 if TYPE_CHECKING:
     from lockstep.parts.replicas import StateDigests
-    from lockstep_lab.verify.experiments import ExperimentRunner
 
 _VIRTUAL_RANKS, _MOST_STEPS, _EVAL_SAMPLES = 4, 8, 23
 _NOT_COMPARED = ("time", "wait_share", "_per_s", "mfu", "memory/", "health/")  # in names of figures of the log
@@ -92,6 +92,7 @@ def ways(experiments: ExperimentRunner, most: int) -> list[Way]:
     return [*(Way(((ranks, None),)) for ranks in range(1, most + 1)), Way(changing)]
 
 
+@once
 def train(experiments: ExperimentRunner, way: Way, again: bool = False) -> BitsOutcome:
     """Run a training with virtual ranks in this way.
 
@@ -211,7 +212,7 @@ def cause(experiments: ExperimentRunner, way: Way, outcome: BitsOutcome, found: 
     examined = _examined(experiments)
     changed = sorted({name for recording in examined for name in recording.changed_outside})
     reads = sorted({read for recording in examined for read in recording.reads_of_rank})
-    repeated = experiments.bits(way, True)
+    repeated = train(experiments, way, True)
     if first_difference(outcome, repeated, virtual_ranks(experiments)) is not None:
         reason = experiments.probe().cause_of_indeterminism() or (
             "the batches themselves: reading or preparing a sample draws numbers that the seed does not determine"

@@ -357,7 +357,7 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, library, name
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(DataError, match="is needed to read") as caught:
         Source(name).read()
-    assert "pip install pyarrow" in caught.value.remedy
+    assert f"pip install {library.partition('.')[0]}" in caught.value.remedy
 
 
 # ---- names of sources

@@ -383,5 +383,5 @@ def test_new_models_of_timm(folder, timm):
 def test_without_timm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     options = ClassificationOptions.model_validate({"model": "timm:resnet50"})
-    with pytest.raises(LockstepError, match=r"torch-lockstep\[timm\]"):
+    with pytest.raises(LockstepError, match=r"pip install timm"):
         models_for(options, None).pixels()

@@ -23,7 +23,7 @@ def compared(experiments: ExperimentRunner, ways: list[Way]) -> CheckResult:
         return not_shown("a single rank or virtual rank cannot be divided differently")
     what = {"what": "tensors that differ", "bound": 0.0}
     try:
-        outcomes = {way: experiments.bits(way) for way in ways}
+        outcomes = {way: same_bits.train(experiments, way) for way in ways}
     except ExperimentFailed as failed:
         if "has no deterministic implementation" not in failed.error:
             raise
