@@ -103,9 +103,27 @@ def imports(path):
 
 
 @functools.cache
+def facts(text):
+    """Of a file, from one walk of its tree: import statements, names of public classes, number of code lines."""
+    tree = ast.parse(text)
+    statements, docstrings, texts = [], set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            statements.append(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno > node.lineno:
+            texts.update(range(node.lineno, node.end_lineno + 1))  # a blank line of a text is code
+    stripped = enumerate(map(str.strip, text.splitlines()), 1)
+    code = {number for number, line in stripped if line and not line.startswith("#")}
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return statements, classes, len((code | texts) - docstrings)
+
+
+@functools.cache
 def _imports(path, text):
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in facts(text)[0]:
         names = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
@@ -170,12 +188,7 @@ def test_the_page_on_the_architecture_has_these_rules():
 
 def packages_of(path):
     """The packages that a file imports, also late and for type checkers alone: the first part of each name."""
-    return _packages_of(path.read_text())
-
-
-@functools.cache
-def _packages_of(text):
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = facts(path.read_text())[0]
     found = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     return {name.partition(".")[0] for name in found}
@@ -210,6 +223,7 @@ def test_no_message_installs_from_an_index_what_is_not_there_yet():
     assert naming == []
 
 
+@pytest.mark.cases("vision")
 @pytest.mark.parametrize("name", ["vision/use_images.py", "ct/use_volumes.py"])
 def test_the_script_of_an_export_has_a_help_and_names_missing_files(name):
     script = SOURCES["lockstep_recipes"] / "tasks" / name
@@ -263,40 +277,22 @@ CEILINGS = {"lockstep": 31_000, "lockstep_recipes": 18_500, "lockstep_lab": 12_5
 change with a release only."""
 
 
-@functools.cache
-def code_lines(text):
-    docstrings, texts = set(), set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docstrings.update(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno > node.lineno:
-            texts.update(range(node.lineno, node.end_lineno + 1))  # a blank line of a text is code
-    stripped = enumerate(map(str.strip, text.splitlines()), 1)
-    code = {number for number, line in stripped if line and not line.startswith("#")}
-    return len((code | texts) - docstrings)
-
-
 def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
     text = '"""A module."""\n\nimport os  # that\n\n\ndef f(a,\n      b):\n'
     text += '    """Nothing."""\n    # more\n    return (a +\n        b)\n\n\nTEXT = """\n\n# b\n"""\n'
-    assert code_lines(text) == 9
+    assert facts(text)[2] == 9
 
 
 def test_packages_keep_their_ceilings():
     counted = {
-        name: sum(code_lines(path.read_text()) for path in folder.rglob("*.py")) for name, folder in SOURCES.items()
+        name: sum(facts(path.read_text())[2] for path in folder.rglob("*.py")) for name, folder in SOURCES.items()
     }
     assert all(counted[name] <= CEILINGS[name] for name in CEILINGS), counted
 
 
 def test_a_name_of_a_class_means_one_thing():
-    found = [
-        node.name
-        for folder in SOURCES.values()
-        for path in folder.rglob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
+    paths = [path for folder in SOURCES.values() for path in folder.rglob("*.py")]
+    found = [name for path in paths for name in facts(path.read_text())[1]]
     assert {name for name, count in collections.Counter(found).items() if count > 1} == set()
 
 

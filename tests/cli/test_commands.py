@@ -97,14 +97,18 @@ def test_exit_codes_follow_one_rule():
 
 
 def said(path):
-    """The texts of a module that people may read: not the docstrings of modules, classes and functions."""
-    tree = ast.parse(path.read_text())
+    """What a module that names pages or folders says to people: no docstrings of modules, classes and functions."""
+    text = path.read_text()
+    if not re.search(r"--explain|\.md\b|\b(docs|benchmarks|tests|examples)/", text):
+        return  # parsing takes long
+    tree = ast.parse(text)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, owners) and node.body]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (*owners, ast.Constant))]
+    bodies = [node.body for node in nodes if isinstance(node, owners) and node.body]
     hidden = {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
     for body in bodies:  # a text below a constant; below a key of a config, `lockstep config` shows it
         hidden |= {id(b.value) for a, b in itertools.pairwise(body) if is_text(b) and isinstance(a, ast.Assign)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden:
             yield node.value
 

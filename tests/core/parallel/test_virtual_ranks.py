@@ -183,6 +183,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases("masked", "dropout", "bf16", "players")
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_on_any_number_of_ranks(name):
     kind, options, sections = CASES[name]
@@ -191,6 +192,7 @@ def test_same_bits_on_any_number_of_ranks(name):
     assert len({repr(one) for of_ranks in found.values() for one in of_ranks}) == 1, found
 
 
+@pytest.mark.cases("6")
 @pytest.mark.parametrize("virtual_ranks", [4, 6])
 def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_ranks):
     sections = {
@@ -232,6 +234,7 @@ def in_a_loop(counts_units):
         return digest(weights)
 
 
+@pytest.mark.cases("False")
 @pytest.mark.parametrize("counts_units", [True, False])
 def test_a_loop_of_a_user_has_the_same_bits_on_any_number_of_ranks(counts_units):
     found = {ranks: run_ranks(ranks, in_a_loop, counts_units) for ranks in (1, 2, 4)}

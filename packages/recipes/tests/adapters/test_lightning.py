@@ -69,7 +69,7 @@ def by_hand(missing=True):
     return {name: value.detach() for name, value in model.state_dict().items()}, results
 
 
-RANKS = mainly([(2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
+RANKS = mainly([(1, "single")], [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
 
 
 @pytest.mark.parametrize(("world", "strategy"), RANKS)
@@ -107,7 +107,8 @@ def resumed(folder):
     return fit(folder, STEPS, strategy="fsdp")[0]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # that of test_transformers.py, and on one rank the test of the training above
+@pytest.mark.parametrize("world", [2, 3])
 def test_it_goes_on_on_other_ranks_that_share_the_model(world, tmp_path):
     fit(tmp_path / "run", 8)
     weights = run_ranks(world, resumed, tmp_path / "run")[0]

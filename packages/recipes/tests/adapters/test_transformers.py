@@ -131,7 +131,7 @@ def by_hand():
     return weights, float(outputs.loss), float(right)
 
 
-RANKS = mainly([(2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
+RANKS = mainly([(1, "single")], [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
 
 
 @pytest.mark.parametrize(("world", "strategy"), RANKS)

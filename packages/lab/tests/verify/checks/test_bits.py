@@ -40,6 +40,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.cases("Counts")
 @pytest.mark.parametrize("kind", CAUSES)
 def test_the_cause_of_other_bits_is_named(kind, tmp_path):
     found = verified(tmp_path, kind)["bits"]
@@ -49,6 +50,7 @@ def test_the_cause_of_other_bits_is_named(kind, tmp_path):
     assert f"{rank_tasks.__file__}:{kind} --checks {'determinism' if kind == 'Unseeded' else 'bits'}" in found.reason
 
 
+@pytest.mark.exhaustive  # the check `bits` demands them above
 def test_with_virtual_ranks_other_checks_demand_the_same_bits(tmp_path):
     found = verified(tmp_path, "Right", checks=["ranks", "elastic"], parallel={"virtual_ranks": 2})
     for check in found.values():

@@ -38,7 +38,8 @@ def test_the_phases_are_the_same_on_any_ranks(chunk, world, strategy):
             assert torch.allclose(value, alone[name], rtol=1e-10, atol=1e-12), name
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # test_volume_risk_features.py compares the bits on one rank
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_kept_features_change_no_bit_on_ranks(strategy, tmp_path):
     options = {"dtype": torch.float32, "dropout": 0.2, "chunk": 3}
     plain = run_ranks(2, volume_cases.train, options, settings(strategy))
@@ -60,6 +61,7 @@ def test_only_gradients_of_trainable_parameters_are_reduced():
             assert sum(elements) == count * trainable
 
 
+@pytest.mark.exhaustive  # the test above counts what all buckets hold
 def test_frozen_parameters_have_no_buckets():
     """Buckets are so small that each parameter has a bucket of its own. The first step of a phase has a single bucket,
     because DDP arranges the buckets after it."""
