@@ -29,6 +29,7 @@ def by_hand():
     return runs.by_hand(task, STEPS, samples=samples)[0]
 
 
+@pytest.mark.cases("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_grouped_training_is_that_of_plain_torch_on_every_number_of_ranks(by_hand, world, tmp_path):
     grouped = settings(batch={"micro": 3})

@@ -29,6 +29,7 @@ def statistics_by_hand(length, plan, steps, lengths):
     return dict(model.named_buffers())
 
 
+@pytest.mark.cases("2-25-3-fsdp")
 @pytest.mark.parametrize("lengths", mainly([True], [False, True]))
 @pytest.mark.parametrize(
     ("world", "length", "micro", "strategy"),

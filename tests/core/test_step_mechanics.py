@@ -18,6 +18,7 @@ def test_one_reduction_per_bucket_per_step_under_accumulation(accumulate):
         assert len(calls) == 10 * buckets
 
 
+@pytest.mark.cases("Dropout")
 @pytest.mark.parametrize("world", mainly([3], [2, 3]))
 @pytest.mark.parametrize("kind", ["Masked", "Dropout"])
 def test_replicas_are_bit_identical_after_50_steps(world, kind):

@@ -222,6 +222,7 @@ def errors_of_switching(strategy, cases):
     return found
 
 
+@pytest.mark.cases("2-fsdp")
 @pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
 def test_a_parameter_that_a_forward_pass_freezes_or_unfreezes_is_named(world, strategy):
     """Ranks would drift apart, and clipping would leave it out."""

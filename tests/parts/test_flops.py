@@ -62,6 +62,7 @@ def by_torch(task, samples):
     return counter.get_total_flops() + attention * (2 + 5)
 
 
+@pytest.mark.cases("True")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_operations_are_those_that_torch_counts_also_if_activations_are_computed_again(tmp_path, recompute):
     counted = []

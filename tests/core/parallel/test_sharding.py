@@ -15,7 +15,6 @@ from tests import own_tasks, rank_cases, runs
 from tests.core.checkpoint import cases
 from tests.core.parallel import sharding_cases
 from tests.ranks import run_ranks
-from tests.selection import mainly
 
 CHUNK = 64  # bytes: several rows of a small tensor, and several messages for one tensor
 FULL_IN_CASES = ("reads", "keeps")  # that cannot be made without values
@@ -166,8 +165,8 @@ def test_writers_write_every_row_of_every_tensor_once(mesh, tmp_path):
 # ---- norms
 
 
-@pytest.mark.cases("3", "2x2")
-@pytest.mark.parametrize("mesh", mainly(["3", "2x2"], ["2", "3", "2x2"]))
+@pytest.mark.cases("2x2")
+@pytest.mark.parametrize("mesh", ["2", "3", "2x2"])
 def test_norm_and_clipping_are_those_of_plain_torch(mesh):
     world, options = MESHES[mesh]
     clips = (0.5, 1e9, float("inf"))

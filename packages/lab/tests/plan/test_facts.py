@@ -45,6 +45,7 @@ def test_the_bytes_of_a_network_by_hand():
     assert max(segment.gradients.at(5) for segment in backward) <= facts.elements * 4
 
 
+@pytest.mark.cases("512")
 @pytest.mark.parametrize("samples", [16, 512])
 def test_the_peak_of_a_large_micro_batch_is_that_of_its_own_trace(samples, monkeypatch):
     class Wide(Mlp):  # with few samples, gradients are most of the peak; with many samples, activations

@@ -133,6 +133,7 @@ def test_averages_accumulation_and_a_small_micro_batch():
     assert found.activations_bytes < 4 * SAMPLES * WIDE
 
 
+@pytest.mark.cases("fsdp")
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("fsdp", 2)])
 def test_two_ranks(strategy, share):
     first, second = run_ranks(2, measure_kind, 2, {"parallel": {"strategy": strategy}})
