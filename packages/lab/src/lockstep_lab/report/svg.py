@@ -8,7 +8,7 @@ from lockstep_lab.report.markup import Markup, element
 
 
 def drawing(width: float, height: float, /, *content: str | Iterable[str], **attributes: object) -> Markup:
-    """A drawing, in a page or as a file of its own."""
+    """A drawing, in a page or as a file by itself."""
     view = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width:.0f} {height:.0f}", "role": "img"}
     return element("svg", *content, **view, **attributes)
 
