@@ -29,7 +29,7 @@ python -m lockstep_audit train.py                      # a script that starts it
 
 If torch-lockstep is also installed, `lockstep audit` is the same command, with the same options and exit codes.
 
-Observers inside the script write events to a file for each rank. They make no collective and draw no random number.
+Observers inside the script write events to a file for each rank. They call no collectives and draw no random numbers.
 When the ranks have ended, rules compare the events. A short run is enough: two epochs of a few batches show most
 faults. Two ranks on CPUs are also enough.
 
@@ -183,13 +183,15 @@ scripts of the previous set there were 2, and on 108 public examples 2 more. All
 - **A script's own objects** are not compared between ranks. So the audit does not see statistics that each rank
 gathers for itself, such as the running mean of observations that normalizes them. Ranks may rightly hold different
 numbers in such objects, such as states of their environments, and the audit cannot distinguish the two.
-- **Lines.** If the cause of a finding is known, the finding has its line: the line that made a sampler, a module or a
-copy, that called `eval()` or `no_sync()`, or that called a function which exchanges something. The audit finds some
+- **Lines.** If the cause of a finding is known, the finding shows the line of the cause: the line that created a
+  sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. The
+  audit finds some
 lines in the text of the script: the `if` or `break` that decides, or the set whose order is used. Without the text,
 the finding has the line at which the fault was noticed.
 - **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts one process if it finds no
 GPU; add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
-- **Not tried**: FSDP of version 1, `torch.compile`, several nodes. All of this was tried on CPUs with gloo. Nothing was
+- **Not tried**: FSDP of version 1, `torch.compile`, several nodes. Everything else on this page was tried on CPUs
+  with gloo. Nothing was
 tried on GPUs or with NCCL.
 """
 

@@ -73,7 +73,7 @@ def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, 
 
 def test_with_virtual_ranks_a_step_again_has_the_same_bits_on_another_number_of_ranks(tmp_path):
     settings = SETTINGS | {"parallel": {"virtual_ranks": 3}, "log": {"every_steps": 1}}
-    run_ranks(2, runs.fit, Masked(), settings, tmp_path / "run")
+    run_ranks(2, runs.fit_kind, "Masked", {}, settings, tmp_path / "run")
     for ranks in (1, 3):
         report = run_ranks(ranks, replayed, tmp_path / "run", 20, Wants(), settings)[0]
         assert report.saved == "bitwise equal to checkpoint 20"
