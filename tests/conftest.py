@@ -34,6 +34,8 @@ settings.load_profile("any speed")
 
 
 _frozen_modules = [0]
+COSTLY = Path(__file__).with_name("costly.txt")
+"""Tests that are left to `make test-all`: `in_shards.py --record` writes their names."""
 
 
 def pytest_runtest_logfinish():
@@ -46,7 +48,10 @@ def pytest_runtest_logfinish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
+    costly = set(COSTLY.read_text().splitlines()) if COSTLY.is_file() else set()
     for item in items:
+        if item.nodeid in costly:
+            item.add_marker("exhaustive")
         if (kept := item.get_closest_marker("cases")) and not item.callspec.id.startswith(kept.args):
             item.add_marker("exhaustive")
     done = yield  # pytest leaves out what `-m` does not select

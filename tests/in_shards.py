@@ -3,8 +3,9 @@
     python tests/in_shards.py [--record] [paths and options of pytest]
 
 A process takes whole files: fixtures and warm ranks serve all tests of a file. The files are dealt by the seconds
-that `tests/durations.json` records, the longest first. `--record` writes that file anew. Temporary files are in memory
-if TMPDIR is not set and /dev/shm has room: runs flush their files to disk again and again, and here nobody needs that.
+that `tests/durations.json` records, the longest first. `--record` writes that file again, and adds the slowest tests to
+`tests/costly.txt`, until the others take the time of `make test`: these are left to `make test-all`. Temporary files
+are in memory if TMPDIR is not set and /dev/shm has room: runs flush their files to disk, and here nobody needs that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ HERE = Path(__file__).resolve().parent
 DURATIONS = HERE / "durations.json"
 _PER_CORE = 2  # processes: while one waits for its ranks or for a program, another computes
 IN_MEMORY = Path("/dev/shm")
+COSTLY = HERE / "costly.txt"
+BUDGET_S = 850.0
+"""Seconds of all tests of `make test`, added up over the processes that share the cores."""
 ROOM_BYTES = 4 << 30
 """The tests leave 0.3 GB of temporary files."""
 
@@ -42,17 +46,59 @@ def shards(files: list[str], seconds: dict[str, float], count: int) -> list[list
     return [sorted(shard) for shard in found if shard]
 
 
+def _file_of(classname: str) -> str | None:
+    """The file of a test, of pytest's XML report."""
+    parts = classname.split(".")
+    names = ["/".join(parts[:count]) + ".py" for count in range(len(parts), 0, -1)]
+    return next((name for name in names if Path(name).exists()), None)
+
+
 def measured(reports: list[Path]) -> dict[str, float]:
     """Seconds by file, of pytest's XML reports."""
     seconds: Counter[str] = Counter()
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
-            parts = case.get("classname", "").split(".")
-            names = ["/".join(parts[:count]) + ".py" for count in range(len(parts), 0, -1)]
-            file = next((name for name in names if Path(name).exists()), None)
+            file = _file_of(case.get("classname", ""))
             if file is not None:
                 seconds[file] += float(case.get("time", 0))
     return {file: round(value, 1) for file, value in sorted(seconds.items())}
+
+
+def by_test(reports: list[Path]) -> dict[str, float]:
+    """Seconds by test, of pytest's XML reports."""
+    seconds: dict[str, float] = {}
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            file = _file_of(case.get("classname", ""))
+            if file is not None:
+                seconds[f"{file}::{case.get('name')}"] = float(case.get("time", 0))
+    return seconds
+
+
+def costly(seconds: dict[str, float], budget_s: float, contract: str) -> list[str]:
+    """The tests to leave out so that the others take `budget_s`: the slowest first.
+
+    A file keeps at least half of its test functions. A file that the contract names keeps all: only cases are left out.
+    """
+    functions: dict[str, Counter[str]] = {}
+    for name in seconds:
+        file, _, test = name.partition("::")
+        functions.setdefault(file, Counter())[test.partition("[")[0]] += 1
+    most = {file: len(found) // 2 for file, found in functions.items()}
+    total, left_out = sum(seconds.values()), []
+    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+        if total <= budget_s:
+            break
+        file, _, test = name.partition("::")
+        function = test.partition("[")[0]
+        if functions[file][function] == 1:
+            if not most[file] or Path(file).name in contract:
+                continue
+            most[file] -= 1
+        functions[file][function] -= 1
+        total -= seconds[name]
+        left_out.append(name)
+    return sorted(left_out)
 
 
 def temporary_folder() -> str | None:
@@ -112,6 +158,10 @@ def run() -> int:
         if "--record" in sys.argv:
             new = {file: value for file, value in seconds.items() if Path(file).exists()} | measured(reports)
             DURATIONS.write_text(json.dumps(dict(sorted(new.items())), indent=0) + "\n")
+            before = COSTLY.read_text().splitlines() if COSTLY.is_file() else []
+            contract = Path("docs/contract.md").read_text()
+            found = {*before, *costly(by_test(reports), BUDGET_S, contract)}
+            COSTLY.write_text("".join(f"{name}\n" for name in sorted(found)))
     nothing = 5  # pytest's exit code where a shard has no test, such as with -k
     return max((code for code in codes if code != nothing), default=0)
 
