@@ -28,7 +28,7 @@ DURATIONS = HERE / "durations.json"
 _PER_CORE = 2  # processes: while one waits for its ranks or for a program, another computes
 IN_MEMORY = Path("/dev/shm")
 COSTLY = HERE / "costly.txt"
-BUDGET_S = 850.0
+BUDGET_S = 680.0
 """Seconds of all tests of `make test`, added up over the processes that share the cores."""
 ROOM_BYTES = 4 << 30
 """The tests leave 0.3 GB of temporary files."""
