@@ -209,6 +209,7 @@ def exact_step(
             state.strategy.begin_shard(result.places[number], result.places.count(result.places[number]))
         rest = yield from forward_backward_step(state, micro_batch, result, number, last, fillers_count)
         yield None
+    state.strategy.end_shards()
     if counts_late:
         rest *= _count_late(state, micro_batches, result)
     if not any(result.totals.values()):

@@ -97,6 +97,32 @@ class Images(Task):
         return {"accuracy": MulticlassAccuracy(5), "calibration": MulticlassCalibrationError(5)}
 
 
+class Odd(nn.Module):
+    """A buffer that the first forward pass makes, a buffer that grows, and parameters without elements and of complex
+    numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.empty = nn.Linear(10, 5), nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        self.complex = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+        self.register_buffer("late", None)
+        self.register_buffer("seen", torch.zeros(0, 10))
+
+    def forward(self, inputs):
+        if self.late is None:
+            self.late = torch.zeros(10)
+        if self.training:
+            self.late = 0.9 * self.late + 0.1 * inputs.mean(0)
+            self.seen = torch.cat([self.seen, inputs.mean(0, keepdim=True)])[-5:]
+        inputs = (inputs * self.complex).abs() - self.late - self.seen.mean(0)
+        return self.layer(inputs) + self.empty.sum().float()
+
+
+class OddState(Images):
+    def model(self):
+        return Odd()
+
+
 def by_hand(settings, steps, virtual_ranks, global_batch, micro, clip_norm):
     """Plain torch: one process, a loop over virtual ranks, gradients added in the tree, buffers of virtual rank 0."""
     task, seed, length = Images(), 0, 100
@@ -179,11 +205,12 @@ CASES = {
         {"dtype": torch.float32},
         {"batch": {"global": 4}, "optim": {"name": "SGD"}},
     ),
+    "odd buffers and parameters": (Kind(HERE, "OddState"), {}, {"batch": {"micro": 3}}),
     "few labels": (Kind(OWN, "FewLabels"), {}, {}),
 }
 
 
-@pytest.mark.cases("masked", "dropout", "bf16", "players")
+@pytest.mark.cases("masked", "dropout", "bf16", "players", "odd")
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_on_any_number_of_ranks(name):
     kind, options, sections = CASES[name]
@@ -289,6 +316,8 @@ def test_a_run_that_resumes_on_another_kind_of_device_says_so(tmp_path):
 
 
 REFUSED = {
+    "compute.compile": {"compute": {"compile": "model"}},
+    "compute.cudnn_benchmark=true": {"compute": {"cudnn_benchmark": True}},
     "parallel.strategy=fsdp": {"parallel": {"strategy": "fsdp"}},
     "watch.every": {"watch": {"every": 5}},
     "parallel.tensor=2": {"parallel": {"tensor": 2}},

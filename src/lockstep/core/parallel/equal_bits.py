@@ -31,7 +31,8 @@ def laid_out(world: World, config: RunConfig) -> World:
         f"parallel.tensor={parallel.tensor}": parallel.tensor > 1,
         "parallel.static_graph=true": parallel.static_graph,
         "watch.every": bool(config.watch.every),
-        "CUDA graphs (compute.compile_mode)": config.compute.uses_cuda_graphs,
+        "compute.compile": config.compute.compile is not None,
+        "compute.cudnn_benchmark=true": bool(config.compute.cudnn_benchmark),
     }
     found = [key for key, is_set in refused.items() if is_set]
     if found:

@@ -66,7 +66,7 @@ class Bucket:
         for parameter in parameters:
             self._starts.append(end)
             end += -(-parameter.numel() // step) * step
-        self._shard = -(-end // (world.size * step)) * step  # elements that a rank adds up
+        self._shard = max(1, -(-end // (world.size * step))) * step  # elements that a rank adds up
         self._whole = first.new_zeros(self._shard * world.size, requires_grad=False)
         self._work: Any = None
         self._received: Tensor | None = None

@@ -87,6 +87,9 @@ class Single:
     def begin_shard(self, place: int, micro_batches: int) -> None:
         pass
 
+    def end_shards(self) -> None:
+        pass
+
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

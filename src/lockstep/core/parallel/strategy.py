@@ -220,6 +220,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def end_shards(self) -> None:
+        """After the last pass of a step, outside of its contexts."""
+        ...
+
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around the passes of one micro-batch. Gradients travel only with the last micro-batch of a step."""
         ...

@@ -51,8 +51,8 @@ class VirtualRanks(Single):
         self.bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
         self._numbers = world.data_ranks
         self._nodes: list[Node[Gradients]] = []  # the sums of the virtual ranks that have ended in this step
-        self._at_begin: list[Tensor] = []  # the buffers with which each virtual rank begins
-        self._of_first: list[Tensor] = []  # those with which virtual rank 0 has ended
+        self._at_begin: _KeptBuffers | None = None  # the buffers with which each virtual rank begins
+        self._of_first: _KeptBuffers | None = None  # those with which virtual rank 0 has ended
         self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
         self._hooks: list[Any] = []
         self._shard: _Shard | None = None  # the virtual rank in progress
@@ -87,11 +87,11 @@ class VirtualRanks(Single):
 
     def _sync_buffers(self) -> None:
         super()._sync_buffers()
-        self._nodes, self._at_begin, self._of_first, self._shard = [], [], [], None
+        self._nodes, self._at_begin, self._of_first, self._shard = [], None, None, None
         if len(self._numbers) > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
-            self._at_begin = [buffer.clone() for buffer in self._buffers]
+            self._at_begin = _KeptBuffers(self._buffers)
 
     def begin_shard(self, place: int, micro_batches: int) -> None:
         self._shard, self._left = (
@@ -100,14 +100,14 @@ class VirtualRanks(Single):
         )
         if place:
             assert self._buffers is not None
+            assert self._at_begin is not None
             if place == 1:
-                self._of_first = [buffer.clone() for buffer in self._buffers]
-            _set(self._buffers, self._at_begin)
+                self._of_first = _KeptBuffers(self._buffers)
+            self._at_begin.restore()
 
-    def _end_buffers(self) -> None:
-        if self._of_first:
-            assert self._buffers is not None
-            _set(self._buffers, self._of_first)
+    def end_shards(self) -> None:
+        if self._of_first is not None:
+            self._of_first.restore()
 
     # ---- gradients
 
@@ -119,7 +119,6 @@ class VirtualRanks(Single):
             self._end_shard()
         if last:
             self._end_gradients()
-            self._end_buffers()
         return waits
 
     def _note(self, parameter: Tensor) -> None:
@@ -223,16 +222,32 @@ class _Shard:
     def take(self, place: int, parameter: Tensor) -> None:
         """Take the gradient of a parameter."""
         total, parameter.grad = parameter.grad, None
+        total = None if total is None else total.resolve_conj()
         for node in self.merged:
             left, node.value[place] = node.value[place], None
-            total = total if left is None else left if total is None else left.add_(total)
+            if left is not None and total is not None:
+                total = left.add_(total)
+            elif left is not None or total is not None:
+                total = (total if left is None else left).add_(0.0)  # as if the other was zero: -0.0 becomes 0.0
         self.node.value[place], self.has[place] = total, True
 
 
-def _set(buffers: ModuleBuffers, values: Sequence[Tensor]) -> None:
-    """Give buffers their earlier values, and shapes."""
-    for buffer, value in zip(buffers, values, strict=True):
-        if buffer.shape == value.shape:
-            buffer.data.copy_(value)
-        else:
-            buffer.data = value.clone()
+class _KeptBuffers:
+    """The buffers of a module as they are now: which there are, their shapes and their values."""
+
+    def __init__(self, buffers: ModuleBuffers) -> None:
+        self.by_owner = buffers.by_owner
+        self.places = [(owner, dict(owner)) for owner in self.by_owner]
+        self.values = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Give the module these buffers again. Those that were added since are gone."""
+        for owner, kept in self.places:
+            if owner.keys() != kept.keys() or any(owner[name] is not kept[name] for name in kept):
+                owner.clear()
+                owner.update(kept)
+        for buffer, value in self.values:
+            if buffer.shape == value.shape:
+                buffer.data.copy_(value)
+            else:
+                buffer.data = value.clone()
