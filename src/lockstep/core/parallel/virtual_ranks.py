@@ -225,10 +225,10 @@ class _Shard:
         total = None if total is None else total.resolve_conj()
         for node in self.merged:
             left, node.value[place] = node.value[place], None
-            if left is not None and total is not None:
-                total = left.add_(total)
-            elif left is not None or total is not None:
-                total = (total if left is None else left).add_(0.0)  # as if the other was zero: -0.0 becomes 0.0
+            if left is not None:
+                total = left.add_(0.0 if total is None else total)
+            elif total is not None:
+                total.add_(0.0)  # as if the other was zero: -0.0 becomes 0.0
         self.node.value[place], self.has[place] = total, True
 
 
