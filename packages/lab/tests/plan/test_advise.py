@@ -297,4 +297,4 @@ def test_a_damaged_config_and_environment_do_no_harm(tmp_path):
     made_up(tmp_path)
     (tmp_path / "config.yaml").write_text("batch: 3\ntrain: [1]\ndata: {workers: many}\nparallel: null\n")
     (tmp_path / "environment.json").write_text('{"world": "two", "device": 3, "device_memory": -1, "cpus": true}')
-    advise.text(advise.advise(tmp_path))
+    assert str(tmp_path) in advise.text(advise.advise(tmp_path))
