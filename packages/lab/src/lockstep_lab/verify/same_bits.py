@@ -128,6 +128,9 @@ def _config(experiments: ExperimentRunner, **more: Any) -> dict[str, Any]:
         parallel__static_graph=False,
         parallel__virtual_ranks=virtual_ranks(experiments),
         watch__every=0,
+        compute__compile=None,  # refused with virtual ranks, as are those below
+        compute__compile_mode="default",
+        compute__cudnn_benchmark=False,
         **more,
     )
 
