@@ -122,8 +122,10 @@ def differences(folder: Path, task: Task, config: RunConfig, world: World) -> li
 
 def changed_kind(folder: Path, world: World) -> list[str]:
     """A note if a run with virtual ranks resumes on a different kind of device, whose kernels round differently."""
+    if world.virtual_ranks is None:
+        return []
     then, now = run_folder.recorded(folder).get("kind"), equal_bits.kind(world.device)
-    if world.virtual_ranks is None or then in (None, now):
+    if then in (None, now):
         return []
     return [f"note: the run was trained on {then} and resumes on {now}: its bits may differ from here on"]
 
