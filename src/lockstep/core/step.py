@@ -357,7 +357,7 @@ def _factors(
         TrainingError: see `_agree_on_losses`.
     """
     agreed, constants = _agree_on_losses(state, losses, totals, micro_batch)
-    world = state.strategy.averages
+    world = state.strategy.divisor
     units = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
     coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
     rest = 1.0

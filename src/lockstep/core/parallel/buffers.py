@@ -43,23 +43,43 @@ class ModuleBuffers:
         return [(buffers, name, buffer) for buffers in self.by_owner for name, buffer in buffers.items()]
 
 
+class KeptBuffers:
+    """The buffers of a module as they are now: the tensors, their shapes and their values."""
+
+    def __init__(self, buffers: ModuleBuffers) -> None:
+        self.buffers, self.places = buffers, buffers.places()
+        self.values = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self, *, drop_new: bool = False) -> None:
+        """Give the module these buffers again.
+
+        Args:
+            drop_new: also remove the buffers that were registered since.
+        """
+        with torch.no_grad():
+            if drop_new:
+                kept = {(id(owner), name) for owner, name, _ in self.places}
+                for owner, name, _ in self.buffers.places():
+                    if (id(owner), name) not in kept:
+                        del owner[name]
+            for owner, name, place in self.places:
+                if owner.get(name) is not place:  # code of the model may have put another tensor there
+                    owner[name] = place
+            for buffer, value in self.values:
+                if buffer.shape != value.shape:
+                    buffer.data = value.clone()
+                else:
+                    buffer.data.copy_(value)  # `data`: torch does not count it as a change
+
+
 @contextlib.contextmanager
 def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
     """At the end, the buffers of `module` are the tensors that they were before, with the same values."""
-    buffers = ModuleBuffers(module)
-    places, values = buffers.places(), [(buffer, buffer.clone()) for buffer in buffers]
+    kept = KeptBuffers(ModuleBuffers(module))
     try:
         yield
     finally:
-        with torch.no_grad():
-            for owner, name, place in places:
-                if owner.get(name) is not place:  # code of the model may have put another tensor there
-                    owner[name] = place
-            for buffer, value in values:
-                if buffer.shape != value.shape:
-                    buffer.data = value
-                else:
-                    buffer.data.copy_(value)  # `data`: torch does not count it as a change
+        kept.restore()
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))

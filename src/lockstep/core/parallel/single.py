@@ -49,7 +49,7 @@ class Single:
         self._shapes_vary = False
 
     @property
-    def averages(self) -> int:
+    def divisor(self) -> int:
         return self.world.replicas
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:

@@ -157,7 +157,7 @@ class Strategy(Protocol):
     """The parameters, by name, whose gradients are exchanged. All others are frozen."""
 
     @property
-    def averages(self) -> int:
+    def divisor(self) -> int:
         """The number by which the exchange divides the sum of gradients: that of ranks. 1 if it does not divide."""
         ...
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.core.errors import TrainingError, UsageError
-from lockstep.core.parallel.buffers import ModuleBuffers
+from lockstep.core.parallel.buffers import KeptBuffers, ModuleBuffers
 from lockstep.core.parallel.equal_bits import check_model
 from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
 from lockstep.core.parallel.options import ParallelConfig
@@ -32,11 +32,11 @@ from lockstep.core.parallel.world import World
 class VirtualRanks(Single):
     """A full copy of the model on each rank, and a sum of gradients in a fixed order. For the methods, see `Strategy`.
 
-    Raises:
-        UsageError: there are more ranks than virtual ranks.
-
     Buffers, such as the statistics of BatchNorm, are those of virtual rank 0 after each step. DDP with a rank for each
     virtual rank has the same: its rank 0 gives its buffers to the others.
+
+    Raises:
+        UsageError: there are more ranks than virtual ranks.
     """
 
     def __init__(self, world: World, options: ParallelConfig) -> None:
@@ -51,18 +51,18 @@ class VirtualRanks(Single):
         self.bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
         self._numbers = world.data_ranks
         self._nodes: list[Node[Gradients]] = []  # the sums of the virtual ranks that have ended in this step
-        self._at_begin: _KeptBuffers | None = None  # the buffers with which each virtual rank begins
-        self._of_first: _KeptBuffers | None = None  # those with which virtual rank 0 has ended
+        self._at_begin: KeptBuffers | None = None  # the buffers at the beginning of the step
+        self._of_first: KeptBuffers | None = None  # the buffers at the end of virtual rank 0
         self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
         self._hooks: list[Any] = []
         self._shard: _Shard | None = None  # the virtual rank in progress
         self._left = 0  # backward passes that it still makes
         self._buckets: list[Bucket] = []
         self._bucket_of: list[int] = []  # for each parameter
-        self._launched = self._gathered = 0  # so many buckets are being exchanged
+        self._launched = self._gathered = 0  # the numbers of buckets that were sent, and that were added up
 
     @property
-    def averages(self) -> int:
+    def divisor(self) -> int:
         return 1
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
@@ -91,23 +91,21 @@ class VirtualRanks(Single):
         if len(self._numbers) > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
-            self._at_begin = _KeptBuffers(self._buffers)
+            self._at_begin = KeptBuffers(self._buffers)
 
     def begin_shard(self, place: int, micro_batches: int) -> None:
-        self._shard, self._left = (
-            _Shard(self._numbers[place], self.count, self._nodes, len(self._places)),
-            micro_batches,
-        )
+        self._shard = _Shard(self._numbers[place], self.count, self._nodes, len(self._places))
+        self._left = micro_batches
         if place:
             assert self._buffers is not None
             assert self._at_begin is not None
             if place == 1:
-                self._of_first = _KeptBuffers(self._buffers)
-            self._at_begin.restore()
+                self._of_first = KeptBuffers(self._buffers)
+            self._at_begin.restore(drop_new=True)
 
     def end_shards(self) -> None:
         if self._of_first is not None:
-            self._of_first.restore()
+            self._of_first.restore(drop_new=True)
 
     # ---- gradients
 
@@ -143,12 +141,10 @@ class VirtualRanks(Single):
                 self._launch(shard)
 
     def _launch(self, shard: _Shard) -> None:
-        """Begin to exchange the next bucket, and bring the one before further."""
+        """Begin to exchange the next bucket, and add up the one before it."""
         self._buckets[self._launched].begin([*shard.before, shard.node])
         self._launched += 1
-        if (
-            not self.device.has_own_memory and self._gathered < self._launched - 1
-        ):  # there, waiting would stop the device
+        if self._gathered < self._launched - 1 and not self.device.has_own_memory:  # a GPU would wait, not the host
             self._buckets[self._gathered].gather()
             self._gathered += 1
 
@@ -230,24 +226,3 @@ class _Shard:
             elif total is not None:
                 total.add_(0.0)  # as if the other was zero: -0.0 becomes 0.0
         self.node.value[place], self.has[place] = total, True
-
-
-class _KeptBuffers:
-    """The buffers of a module as they are now: which there are, their shapes and their values."""
-
-    def __init__(self, buffers: ModuleBuffers) -> None:
-        self.by_owner = buffers.by_owner
-        self.places = [(owner, dict(owner)) for owner in self.by_owner]
-        self.values = [(buffer, buffer.clone()) for buffer in buffers]
-
-    def restore(self) -> None:
-        """Give the module these buffers again. Those that were added since are gone."""
-        for owner, kept in self.places:
-            if owner.keys() != kept.keys() or any(owner[name] is not kept[name] for name in kept):
-                owner.clear()
-                owner.update(kept)
-        for buffer, value in self.values:
-            if buffer.shape == value.shape:
-                buffer.data.copy_(value)
-            else:
-                buffer.data = value.clone()
