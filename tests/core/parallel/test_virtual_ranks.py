@@ -13,10 +13,13 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibratio
 
 import lockstep
 from lockstep import Task
+from lockstep.configs import config_file
 from lockstep.core.data.order import derive_seed, permute, split_for_rank
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.virtual import Node, Tree, held, nodes_of
+from lockstep.core.parallel.world import World
+from lockstep.trainer import assemble
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 from tests.sampling_cases import WEIGHTS
@@ -118,6 +121,20 @@ class Odd(nn.Module):
         return self.layer(inputs) + self.empty.sum().float()
 
 
+class NarrowWeights(Images):
+    """All weights and gradients have 16 bits."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 5)).to(torch.bfloat16)
+
+    def loss(self, model, batch):
+        output = model(batch[0].to(torch.bfloat16)).float()
+        return functional.cross_entropy(output, batch[1], reduction="sum"), output
+
+    def predict(self, model, batch):
+        return model(batch[0].to(torch.bfloat16)).float()
+
+
 class OddState(Images):
     def model(self):
         return Odd()
@@ -205,6 +222,7 @@ CASES = {
         {"dtype": torch.float32},
         {"batch": {"global": 4}, "optim": {"name": "SGD"}},
     ),
+    "weights of 16 bits": (Kind(HERE, "NarrowWeights"), {}, {"batch": {"micro": 3}, "optim": {"name": "SGD"}}),
     "odd buffers and parameters": (Kind(HERE, "OddState"), {}, {"batch": {"micro": 3}}),
     "few labels": (Kind(OWN, "FewLabels"), {}, {}),
 }
@@ -298,6 +316,46 @@ def test_a_run_that_changes_its_number_of_ranks_has_the_bits_of_one_that_does_no
     assert {"__0_0.distcp", "__3_0.distcp", "index.json"} < files[0].keys()
     for name in files[0].keys() - {"manifest.json"}:  # it says when the checkpoint was written, and on how many ranks
         assert files[0][name] == files[1][name], name
+
+
+def test_the_log_begins_with_the_number_of_virtual_ranks(tmp_path):
+    run_ranks(2, fit_in_turns, tmp_path / "run", 2, {"parallel": {"virtual_ranks": 4}, "data": {"drop_last": True}})
+    assert "4 virtual ranks on 2 ranks" in (tmp_path / "run" / "train.log").read_text().splitlines()[0]
+
+
+def evaluated(folder):
+    """On ranks: the results of a run on its evaluation data, without times; and its predictions, on rank 0."""
+    trainer = lockstep.Trainer(config_file.read_run(folder), run_dir=folder, quiet=True)
+    results = trainer.evaluate(Images())
+    return without_times(results), digest({str(n): one for n, one in enumerate(trainer.predict(Images()))})
+
+
+def test_more_ranks_than_virtual_ranks_evaluate_and_predict_the_same(tmp_path):
+    settings = {"parallel": {"virtual_ranks": 2}, "data": {"drop_last": True}}
+    run_ranks(2, fit_in_turns, tmp_path / "run", 3, settings)
+    found = [run_ranks(ranks, evaluated, tmp_path / "run")[0] for ranks in (1, 2, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_ranks_on_a_cpu_compute_with_one_thread_and_deterministic_kernels(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        config = config_file.parse(runs.config(parallel={"virtual_ranks": 2}), needs_task=False)
+        with assemble.joined(config, tmp_path) as world:
+            assert world.virtual_ranks == 2
+            assert torch.get_num_threads() == 1
+            assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_on_different_kinds_of_devices_are_refused(monkeypatch):
+    config = config_file.parse(runs.config(parallel={"virtual_ranks": 2}), needs_task=False)
+    monkeypatch.setattr(World, "broadcast", lambda self, value: ["an abacus", "a slide rule"])
+    with pytest.raises(UsageError, match="rank 0: an abacus; rank 1: a slide rule"):
+        equal_bits.laid_out(World(0, 1, 0, torch.device("cpu")), config)
 
 
 def changed_kind(folder):
