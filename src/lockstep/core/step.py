@@ -219,7 +219,7 @@ def exact_step(
         scale_grads(parameters, rest)
     state.precision.scaler.unscale_(state.optimizer)
     if want_norm or state.clip_norm is not None:
-        result.grad_norm = grad_norm(parameters)
+        result.grad_norm = grad_norm(parameters, same_bits=state.world.virtual_ranks is not None)
     if state.clip_norm is not None and result.grad_norm is not None:
         clip_grads(parameters, state.clip_norm, result.grad_norm)
     result.applied = state.precision.step(state.optimizer)

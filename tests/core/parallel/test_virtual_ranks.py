@@ -17,6 +17,7 @@ from lockstep.configs import config_file
 from lockstep.core.data.order import derive_seed, permute, split_for_rank
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.parallel import equal_bits
+from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.virtual import Node, Tree, held, nodes_of
 from lockstep.core.parallel.world import World
 from lockstep.trainer import assemble
@@ -225,6 +226,11 @@ CASES = {
     "weights of 16 bits": (Kind(HERE, "NarrowWeights"), {}, {"batch": {"micro": 3}, "optim": {"name": "SGD"}}),
     "odd buffers and parameters": (Kind(HERE, "OddState"), {}, {"batch": {"micro": 3}}),
     "few labels": (Kind(OWN, "FewLabels"), {}, {}),
+    "blocks": (
+        Kind(OWN, "Deep"),
+        {"dtype": torch.float32, "dropout": 0.2, "eval_length": 37, "frozen": ["blocks.1"]},
+        {"batch": {"micro": 3}, "optim": {"clip_norm": 0.5}, "train": {"ema_decay": 0.9}},
+    ),
 }
 
 
@@ -234,6 +240,24 @@ def test_same_bits_on_any_number_of_ranks(name):
     kind, options, sections = CASES[name]
     sections = sections | {"parallel": sections.get("parallel", {}) | {"virtual_ranks": 6}}
     found = {ranks: run_ranks(ranks, fit, kind, options, runs.config(**sections)) for ranks in (1, 2, 3, 4)}
+    assert len({repr(one) for of_ranks in found.values() for one in of_ranks}) == 1, found
+
+
+NOT_SHARDED = {"unused parameters", "players", "odd buffers and parameters", "weights of 16 bits"}
+
+
+@pytest.mark.cases("dropout", "blocks")
+@pytest.mark.parametrize("name", sorted(CASES.keys() - NOT_SHARDED))
+def test_fsdp_has_the_bits_of_ddp_on_any_number_of_ranks(name):
+    """On four ranks, some have two of the six virtual ranks, and some have one."""
+    kind, options, sections = CASES[name]
+
+    def of(ranks, strategy):
+        parallel = {"virtual_ranks": 6, "strategy": strategy}
+        return run_ranks(ranks, fit, kind, options, runs.config(**(sections | {"parallel": parallel})))
+
+    ways = ((2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"))
+    found = {way: of(*way) for way in ways}
     assert len({repr(one) for of_ranks in found.values() for one in of_ranks}) == 1, found
 
 
@@ -252,11 +276,16 @@ def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_
     assert of_two == by_hand(settings, 9, virtual_ranks, 24, 3, 0.05)
 
 
-def in_a_loop(counts_units):
+def in_a_loop(counts_units, strategy="ddp"):
     """On ranks: the digest of the weights that a user's own loop trains, whose body draws random numbers."""
     torch.set_num_threads(1)
     with runs.shared_folder() as folder:
-        config = {"parallel.virtual_ranks": 6, "log.writers": ["json_lines"], "device": "cpu"}
+        config = {
+            "parallel.virtual_ranks": 6,
+            "parallel.strategy": strategy,
+            "log.writers": ["json_lines"],
+            "device": "cpu",
+        }
         torch.manual_seed(0)
         task = own_tasks.Masked(dtype=torch.float32)
         model = nn.Sequential(task.model(), nn.BatchNorm1d(5))
@@ -283,7 +312,17 @@ def in_a_loop(counts_units):
 @pytest.mark.parametrize("counts_units", [True, False])
 def test_a_loop_of_a_user_has_the_same_bits_on_any_number_of_ranks(counts_units):
     found = {ranks: run_ranks(ranks, in_a_loop, counts_units) for ranks in (1, 2, 4)}
+    found[2, "fsdp"] = run_ranks(2, in_a_loop, counts_units, "fsdp")
     assert len({one for of_ranks in found.values() for one in of_ranks}) == 1, found
+
+
+def in_a_loop_on_too_few_ranks():
+    with pytest.raises(LockstepError, match="4 ranks do not divide 6 virtual ranks"):
+        in_a_loop(False, "fsdp")
+
+
+def test_fsdp_in_a_loop_needs_a_number_of_ranks_that_divides():
+    run_ranks(4, in_a_loop_on_too_few_ranks)
 
 
 def fit_in_turns(folder, steps, settings):
@@ -298,17 +337,20 @@ def fit_in_turns(folder, steps, settings):
     return found, [without_times(line) for line in lines]
 
 
-def test_a_run_that_changes_its_number_of_ranks_has_the_bits_of_one_that_does_not(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_that_changes_its_number_of_ranks_has_the_bits_of_one_that_does_not(tmp_path, strategy):
     settings = {
         "batch": {"micro": 3},
         "data": {"drop_last": True},
         "log": {"every_steps": 1},
-        "parallel": {"virtual_ranks": 4},
+        "parallel": {"virtual_ranks": 4, "strategy": strategy},
     }
     for ranks, steps in ((4, 5), (3, 9), (1, 10)):
         changed = run_ranks(ranks, fit_in_turns, tmp_path / "changed", steps, settings)[0]
     whole = run_ranks(2, fit_in_turns, tmp_path / "whole", 10, settings)[0]
     assert changed == whole
+    if strategy == "fsdp":  # a rank writes the rows that it has
+        return
     files = [
         {path.name: path.read_bytes() for path in (tmp_path / name / "checkpoints" / "step-00000010").glob("*")}
         for name in ("changed", "whole")
@@ -376,7 +418,8 @@ def test_a_run_that_resumes_on_another_kind_of_device_says_so(tmp_path):
 REFUSED = {
     "compute.compile": {"compute": {"compile": "model"}},
     "compute.cudnn_benchmark=true": {"compute": {"cudnn_benchmark": True}},
-    "parallel.strategy=fsdp": {"parallel": {"strategy": "fsdp"}},
+    "parallel.param_dtype": {"parallel": {"strategy": "fsdp", "param_dtype": "bf16"}},
+    "parallel.shard_ranks": {"parallel": {"strategy": "fsdp", "shard_ranks": 1}},
     "watch.every": {"watch": {"every": 5}},
     "parallel.tensor=2": {"parallel": {"tensor": 2}},
     "parallel.static_graph=true": {"parallel": {"static_graph": True}},
@@ -402,4 +445,11 @@ def test_more_ranks_than_virtual_ranks_are_refused():
 def test_statistics_over_ranks_are_refused():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Small())
     with pytest.raises(UsageError, match=r"layers\.1"):
-        equal_bits.check_model(model, "parallel.virtual_ranks=2")
+        equal_bits.check_model(model, ParallelConfig(virtual_ranks=2))
+
+
+def test_fsdp_refuses_weights_of_16_bits_whose_shards_are_updated_differently():
+    model = nn.Linear(3, 3, dtype=torch.bfloat16)
+    equal_bits.check_model(model, ParallelConfig(virtual_ranks=2))
+    with pytest.raises(UsageError, match="weight, bias"):
+        equal_bits.check_model(model, ParallelConfig(virtual_ranks=2, strategy="fsdp"))

@@ -261,11 +261,25 @@ def test_virtual_ranks_send_the_bytes_of_an_all_reduce_on_a_power_of_two_of_gpus
     assert sent(3) < sent(3, virtual_ranks=8) <= 2 * sent(3)
 
 
-def test_virtual_ranks_need_the_whole_model_and_enough_of_them():
+def test_fsdp_with_virtual_ranks_keeps_whole_gradients_and_sends_the_bytes_of_a_reduce_scatter():
+    facts = replace(written_facts(), buffers_bytes=0)
+
+    def of(gpus, **options):
+        return estimate(facts, Setting(world(gpus), "fsdp", "fp32", 4, **options))
+
+    assert of(8, virtual_ranks=8).memory == of(8).memory
+    assert of(2, virtual_ranks=8).communication.total_bytes == of(2).communication.total_bytes
+    kept = [of(2, virtual_ranks=8, accumulate=4).memory.gradients_bytes, of(2, accumulate=4).memory.gradients_bytes]
+    assert kept[0] == kept[1]  # what stays for the update
+    peaks = of(2, virtual_ranks=8, accumulate=4).memory.peak_bytes, of(2, accumulate=4).memory.peak_bytes
+    assert peaks[0] == pytest.approx(peaks[1] + 2 * ALL, rel=0.01)  # three whole gradients, and not one
+
+
+def test_virtual_ranks_need_enough_of_them_and_one_copy_in_all_shards():
     with pytest.raises(UsageError, match="8 GPUs cannot share 4 virtual ranks"):
         memory("ddp", virtual_ranks=4)
-    with pytest.raises(UsageError, match="the whole model on each GPU"):
-        memory("fsdp", virtual_ranks=8)
+    with pytest.raises(UsageError, match="do not work with hybrid shards"):
+        memory("fsdp", virtual_ranks=8, offload=True)
 
 
 def test_micro_batches_are_those_of_a_virtual_rank():

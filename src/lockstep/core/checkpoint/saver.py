@@ -151,9 +151,7 @@ class Saver:
         place = (self.world.rank % self.world.tensor, self.world.tensor)
         shards = {name: local_shard(tensor, number, place) for number, (name, tensor) in enumerate(tensors.items())}
         replicated = [name for name, shard in shards.items() if shard.writer is None]
-        writers = range(self.world.rank, self.world.rank + 1)
-        if self.world.virtual_ranks is not None:
-            writers = self.world.data_ranks
+        writers = self._files
         count = self.world.virtual_ranks or self.world.size
         owners = files.owners([shards[name].local.nbytes for name in replicated], count)
         self.writer_of = {name: owner for name, owner in zip(replicated, owners, strict=True) if owner in writers}
@@ -174,6 +172,12 @@ class Saver:
         if apart:
             device.current_stream().synchronize()
         return {name: replace(shard, local=self.buffers[name]) for name, shard in share.items()}
+
+    @property
+    def _files(self) -> range:
+        """The numbers of the files that this rank writes: with virtual ranks, one for each of them."""
+        rank = self.world.rank
+        return range(rank, rank + 1) if self.world.virtual_ranks is None else self.world.data_ranks
 
     def _start(self, work: Callable[[], None]) -> None:
         """Do `work` in a thread, after the work that was started before. Without `in_background`, wait for it."""
@@ -218,7 +222,7 @@ class Saver:
             fail_at("before-share", step)
             by_writer: dict[int, dict[str, LocalShard]] = {}
             for tensor, shard in share.items():
-                by_writer.setdefault(self.writer_of.get(tensor, self.world.rank), {})[tensor] = shard
+                by_writer.setdefault(self.writer_of.get(tensor, self._files[0]), {})[tensor] = shard
             for writer, mine in by_writer.items():
                 name = files.share_name(writer)
                 written[name], part = files.write_share(staged / name, mine, partial(self._reached, step))

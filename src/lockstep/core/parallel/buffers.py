@@ -72,6 +72,35 @@ class KeptBuffers:
                     buffer.data.copy_(value)  # `data`: torch does not count it as a change
 
 
+class ShardBuffers:
+    """The buffers of a module during a step of several virtual ranks.
+
+    Each virtual rank begins with the buffers of the beginning. After the step, those of the first one are kept.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = ModuleBuffers(module)
+        self._at_begin: KeptBuffers | None = None
+        self._of_first: KeptBuffers | None = None
+
+    def begin(self) -> None:
+        """Before the first virtual rank."""
+        self._at_begin, self._of_first = KeptBuffers(self._buffers), None
+
+    def begin_shard(self, place: int) -> None:
+        """Before the virtual rank at `place` among those of this rank."""
+        if place and self._at_begin is not None:
+            if place == 1:
+                self._of_first = KeptBuffers(self._buffers)
+            self._at_begin.restore(drop_new=True)
+
+    def end(self) -> None:
+        """After the last virtual rank."""
+        if self._of_first is not None:
+            self._of_first.restore(drop_new=True)
+        self._at_begin = self._of_first = None
+
+
 @contextlib.contextmanager
 def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
     """At the end, the buffers of `module` are the tensors that they were before, with the same values."""

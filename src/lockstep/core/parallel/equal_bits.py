@@ -14,7 +14,10 @@ from torch import nn
 from lockstep.core import devices
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
+from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.world import World
+
+_OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def laid_out(world: World, config: RunConfig) -> World:
@@ -26,8 +29,13 @@ def laid_out(world: World, config: RunConfig) -> World:
     """
     count = config.parallel.virtual_ranks
     parallel, where = config.parallel, f"parallel.virtual_ranks={count}"
+    sharded = parallel.strategy == "fsdp"  # on one rank, too: the run may continue on several
     refused = {
-        "parallel.strategy=fsdp": parallel.strategy == "fsdp",
+        "parallel.shard_ranks": sharded and parallel.shard_ranks is not None,
+        "parallel.reduce_each_micro_batch=true": sharded and parallel.reduce_each_micro_batch,
+        "parallel.cpu_offload=true": sharded and parallel.cpu_offload,
+        "parallel.param_dtype": sharded and parallel.param_dtype is not None,
+        "parallel.reduce_dtype": sharded and parallel.reduce_dtype is not None,
         f"parallel.tensor={parallel.tensor}": parallel.tensor > 1,
         "parallel.static_graph=true": parallel.static_graph,
         "watch.every": bool(config.watch.every),
@@ -42,6 +50,22 @@ def laid_out(world: World, config: RunConfig) -> World:
     return dataclasses.replace(world, virtual_ranks=count)
 
 
+def checked_count(world: World, options: ParallelConfig) -> int:
+    """The number of virtual ranks.
+
+    Raises:
+        UsageError: there are more ranks.
+    """
+    count = options.virtual_ranks or 1
+    if world.size > count:
+        raise UsageError(
+            f"{world.size} ranks cannot share {count} virtual ranks",
+            where=f"parallel.virtual_ranks={count}",
+            remedy=f"start at most {count} ranks: --nproc {count}. More virtual ranks are a new training",
+        )
+    return count
+
+
 def _check_kinds(world: World, where: str) -> None:
     kinds = world.broadcast(world.gather(kind(world.device)))
     if len(set(kinds)) > 1:
@@ -50,12 +74,19 @@ def _check_kinds(world: World, where: str) -> None:
         raise UsageError(what, where=where, remedy="start ranks on one kind of device, or leave the key out")
 
 
-def check_model(model: nn.Module, where: str) -> None:
-    """Raises UsageError if the model computes statistics over ranks, which depend on their number."""
+def check_model(model: nn.Module, options: ParallelConfig) -> None:
+    """Raises UsageError if the model computes statistics over ranks, or its updates depend on the number of ranks."""
+    where = f"parallel.virtual_ranks={options.virtual_ranks}"
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if names:
         what = f"SyncBatchNorm exchanges the statistics of ranks, not of virtual ranks: {listed(names, 5)}"
         raise UsageError(what, where=where, remedy="use BatchNorm, whose batch is a micro-batch of a virtual rank")
+    # torch's `add_` with a factor rounds the elements after the last full vector of a tensor differently.
+    narrow = [name for name, parameter in model.named_parameters() if parameter.dtype in _OF_16_BITS]
+    if narrow and options.strategy == "fsdp":
+        what = f"the update of a shard of a 16-bit weight differs from that of the whole weight: {listed(narrow, 5)}"
+        remedy = "keep the weights in float32, with precision=bf16 if you like, or use parallel.strategy=ddp"
+        raise UsageError(what, where=where, remedy=remedy)
 
 
 def kind(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from lockstep.core.parallel.fsdp import FSDP
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.strategy import Strategy
+from lockstep.core.parallel.virtual_fsdp import VirtualFSDP
 from lockstep.core.parallel.virtual_ranks import VirtualRanks
 from lockstep.core.parallel.world import World
 
@@ -27,7 +28,7 @@ def make_strategy(options: ParallelConfig, world: World, *, trains: bool = True)
         made: Strategy = world.strategy(world, options)
         return made
     if options.virtual_ranks and trains:
-        return VirtualRanks(world, options)
+        return VirtualFSDP(world, options) if name == "fsdp" and world.size > 1 else VirtualRanks(world, options)
     if world.size > 1 and name == "single" and trains:
         raise UsageError(
             f"{world.size} ranks would train {world.size} models",

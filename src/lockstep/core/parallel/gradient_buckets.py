@@ -44,6 +44,28 @@ def buckets(parameters: Sequence[nn.Parameter], world: World, count: int, most_b
     return [Bucket(numbers, [parameters[number] for number in numbers], world, count) for numbers in found]
 
 
+def by_owner(wholes: Sequence[Tensor], ranks: int) -> Tensor:
+    """What a rank sends: from gradients of shape (ranks * shard,), one of each node, to the shards by owner, then by
+    node."""
+    if len(wholes) == 1:
+        return wholes[0]
+    return torch.stack(list(wholes)).view(len(wholes), ranks, -1).transpose(0, 1).contiguous().view(-1)
+
+
+def add_up(received: Tensor, nodes: Sequence[Sequence[Node[None]]], count: int) -> Tensor:
+    """The sum of the shards that a rank received, by rank and by node, in the order of the tree. Uses their memory.
+
+    Args:
+        nodes: of each rank.
+        count: number of virtual ranks.
+    """
+    tree: Tree[Tensor] = Tree(count, lambda left, right: left.add_(right))
+    of_all = [node for of_rank in nodes for node in of_rank]
+    for node, value in zip(of_all, received.chunk(len(of_all)), strict=True):
+        tree.push(Node(node.first, node.size, value))
+    return tree.total()
+
+
 class Bucket:
     """The gradients of some parameters. Ranks begin, gather and end all buckets in the same order.
 
@@ -83,9 +105,7 @@ class Bucket:
         if self._is_pair:
             self._work = dist.all_reduce(self._whole, async_op=True)
             return
-        sent = self._whole
-        if len(wholes) > 1:  # by rank that adds up, then by node
-            sent = torch.stack(wholes).view(len(wholes), self._ranks, self._shard).transpose(0, 1).contiguous().view(-1)
+        sent = by_owner(wholes, self._ranks)
         if self._received is None:  # new memory at each step would take longer
             self._received = sent.new_empty(sum(map(len, self._nodes)) * self._shard)
         received = self._received
@@ -105,11 +125,7 @@ class Bucket:
             return
         self._work.wait()
         assert self._received is not None
-        tree: Tree[Tensor] = Tree(self.count, lambda left, right: left.add_(right))
-        nodes = [node for of_rank in self._nodes for node in of_rank]
-        for node, value in zip(nodes, torch.split(self._received, self._shard), strict=True):
-            tree.push(Node(node.first, node.size, value))
-        total = tree.total()
+        total = add_up(self._received, self._nodes, self.count)
         self._kept = [total]
         self._work = _all_gather(self._whole.view(torch.uint8), total.view(torch.uint8), async_op=True)
 

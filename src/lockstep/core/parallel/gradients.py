@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together: a scalar on the device, equal on all ranks. A collective if sharded."""
+def grad_norm(parameters: Sequence[nn.Parameter], *, same_bits: bool = False) -> Tensor:
+    """The 2-norm of all gradients together: a scalar on the device, equal on all ranks. A collective if sharded.
+
+    Args:
+        same_bits: it must not depend on how gradients are sharded. It then takes longer.
+    """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     meshes: list[Any] = [parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")]
+    if same_bits:
+        return (
+            _norm_of_whole(parameters, meshes[0].get_group()) if meshes else _norm_of(_norms(_local_grads(parameters)))
+        )
     if not meshes:
         return nn.utils.get_total_norm(_local_grads(parameters))
     mesh = max(meshes, key=lambda mesh: mesh.ndim)  # some parameters of a mesh are not split over tensor groups
@@ -26,6 +35,49 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     for name in ("shard", "tensor") if cut else ("shard",):
         dist.all_reduce(square, group=mesh.get_group(name))
     return square.sqrt().to(norm.dtype)
+
+
+def _norm_of_whole(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
+    """The norm of gradients whose rows are sharded over `group`, with the bits that the norm of whole gradients has.
+
+    Each rank gets some of the gradients as a whole, and computes their norms. As many bytes travel as in a
+    reduce-scatter.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    grads, begins = _local_grads(parameters), [0, *accumulate(parameter.numel() for parameter in parameters)]
+    owners = [begin * ranks // max(1, begins[-1] + 1) for begin in begins[:-1]]
+    mine = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner == rank]
+    sent = torch.cat([grad.contiguous().view(-1).view(torch.uint8) for grad in grads])
+    sent_sizes = [sum(g.nbytes for g, owner in zip(grads, owners, strict=True) if owner == to) for to in range(ranks)]
+    sizes = [[_bytes_of(parameter, of, ranks) for parameter in mine] for of in range(ranks)]  # by rank, by gradient
+    received = sent.new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(received, sent, [sum(of_rank) for of_rank in sizes], sent_sizes, group=group)
+    shards = torch.split(received, [size for of_rank in sizes for size in of_rank])
+    wholes = [
+        torch.cat(shards[place :: len(mine)]).view(parameter.dtype).view(parameter.shape)
+        for place, parameter in enumerate(mine)
+    ]
+    norms = sent.new_zeros(len(parameters), dtype=torch.float64)
+    if mine:
+        norms[[n for n, owner in enumerate(owners) if owner == rank]] = torch.stack(_norms(wholes)).double()
+    dist.all_reduce(norms, group=group)  # each of them is zero on all ranks but one
+    return _norm_of([norm.to(grad.dtype.to_real()) for norm, grad in zip(norms, grads, strict=True)])
+
+
+def _bytes_of(parameter: nn.Parameter, rank: int, ranks: int) -> int:
+    """The size of the rows of a sharded parameter that a rank holds."""
+    rows, each = parameter.shape[0], -(-parameter.shape[0] // ranks)
+    held = max(0, min(each, rows - rank * each))
+    return held * (parameter.numel() // max(1, rows)) * parameter.element_size()
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(list(tensors))) if tensors else []
+
+
+def _norm_of(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of several tensors together, from their norms."""
+    return torch.linalg.vector_norm(torch.stack(list(norms)))
 
 
 def is_cut(parameter: Any) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.core.errors import TrainingError, UsageError
-from lockstep.core.parallel.buffers import KeptBuffers, ModuleBuffers
-from lockstep.core.parallel.equal_bits import check_model
+from lockstep.core.errors import TrainingError
+from lockstep.core.parallel.buffers import ShardBuffers
+from lockstep.core.parallel.equal_bits import check_model, checked_count
 from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.single import Single, unused_error
@@ -41,18 +41,11 @@ class VirtualRanks(Single):
 
     def __init__(self, world: World, options: ParallelConfig) -> None:
         super().__init__(world, options.find_unused_parameters)
-        self.count = options.virtual_ranks or 1
-        if world.size > self.count:
-            raise UsageError(
-                f"{world.size} ranks cannot share {self.count} virtual ranks",
-                where=f"parallel.virtual_ranks={self.count}",
-                remedy=f"start at most {self.count} ranks: --nproc {self.count}. More virtual ranks are a new training",
-            )
+        self._options, self.count = options, checked_count(world, options)
         self.bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
         self._numbers = world.data_ranks
         self._nodes: list[Node[Gradients]] = []  # the sums of the virtual ranks that have ended in this step
-        self._at_begin: KeptBuffers | None = None  # the buffers at the beginning of the step
-        self._of_first: KeptBuffers | None = None  # the buffers at the end of virtual rank 0
+        self._of_shards: ShardBuffers | None = None  # None: this rank has one virtual rank
         self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
         self._hooks: list[Any] = []
         self._shard: _Shard | None = None  # the virtual rank in progress
@@ -66,7 +59,7 @@ class VirtualRanks(Single):
         return 1
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
-        check_model(forward.model, f"parallel.virtual_ranks={self.count}")
+        check_model(forward.model, self._options)
         super().wrap(forward, blocks)
         for hook in self._hooks:
             hook.remove()
@@ -87,25 +80,20 @@ class VirtualRanks(Single):
 
     def _sync_buffers(self) -> None:
         super()._sync_buffers()
-        self._nodes, self._at_begin, self._of_first, self._shard = [], None, None, None
+        self._nodes, self._shard = [], None
         if len(self._numbers) > 1:
-            if self._buffers is None:
-                self._buffers = ModuleBuffers(self.unwrapped)
-            self._at_begin = KeptBuffers(self._buffers)
+            self._of_shards = self._of_shards or ShardBuffers(self.unwrapped)
+            self._of_shards.begin()
 
     def begin_shard(self, place: int, micro_batches: int) -> None:
         self._shard = _Shard(self._numbers[place], self.count, self._nodes, len(self._places))
         self._left = micro_batches
-        if place:
-            assert self._buffers is not None
-            assert self._at_begin is not None
-            if place == 1:
-                self._of_first = KeptBuffers(self._buffers)
-            self._at_begin.restore(drop_new=True)
+        if self._of_shards is not None:
+            self._of_shards.begin_shard(place)
 
     def end_shards(self) -> None:
-        if self._of_first is not None:
-            self._of_first.restore(drop_new=True)
+        if self._of_shards is not None:
+            self._of_shards.end()
 
     # ---- gradients
 

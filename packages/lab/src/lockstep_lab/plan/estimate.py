@@ -292,12 +292,12 @@ def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[st
 
 
 def _in_tree(setting: Setting) -> int:
-    """Virtual ranks: sums of gradients that a GPU keeps at most, with that of the virtual rank in progress.
+    """Sums of gradients that a GPU keeps at most, with that of the virtual rank in progress. 0 without virtual ranks.
 
     A GPU with one virtual rank keeps none beyond its buckets, to which gradients go as they come.
     """
-    most, gpus, count = 0, setting.world.gpus, setting.virtual_ranks or 1
-    for rank in range(gpus):
+    most, gpus, count = 0, setting.world.gpus, setting.virtual_ranks or 0
+    for rank in range(gpus if count else 0):
         numbers = virtual.held(rank, gpus, count)
         kept = [len(virtual.nodes_of(range(numbers.start, number), count)) for number in numbers]
         most = max(most, max(kept) + (len(numbers) > 1))
@@ -381,7 +381,7 @@ def _sharded_moment(
         given = gradients
     elif setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
         gradient_bytes, given = 0, 0
-        unsharded = sum(sizes.reduced.values())
+        unsharded = (_in_tree(setting) or 1) * sum(sizes.reduced.values())
     casts = 0 if setting.param_dtype == setting.precision else segment.casts.at(samples)
     kept = 0 if setting.offload else (gradients if segment is _UNKNOWN else given)
     return {
@@ -439,7 +439,10 @@ def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:
         # Blocks are gathered before they run in either pass. The root and the last layers stay gathered.
         gathered = [size for unit, size in sizes.gathered.items() for _ in range(1 + (unit in range(units)))]
         yield Traffic("shard", "all_gather", passes * len(gathered), passes * sum(gathered), *group)
-        yield Traffic("shard", "reduce_scatter", times * len(sizes.reduced), times * reduced, *group)
+        if setting.virtual_ranks:
+            yield Traffic("shard", "all_to_all", len(sizes.reduced), max(_subtrees(setting)) * reduced, *group)
+        else:
+            yield Traffic("shard", "reduce_scatter", times * len(sizes.reduced), times * reduced, *group)
     if (replicas := setting.replicas) > 1:
         group = (replicas, gpus, max(1, on_node // shards))
         yield Traffic("replicate", "all_reduce", len(sizes.reduced), reduced / shards, *group)

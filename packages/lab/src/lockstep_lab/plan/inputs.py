@@ -263,10 +263,11 @@ class Setting:
     """Parts of a global batch. Each GPU computes one or more. None: one part for each GPU or tensor group."""
 
     def __post_init__(self) -> None:
-        if self.virtual_ranks and (self.is_sharded or self.world.gpus > self.virtual_ranks):
+        is_hybrid = self.strategy == "hybrid" or self.tensor > 1 or self.offload
+        if self.virtual_ranks and (is_hybrid or self.world.gpus > self.virtual_ranks):
             what = f"{self.world.gpus} GPUs cannot share {self.virtual_ranks} virtual ranks"
-            what = "virtual ranks need the whole model on each GPU" if self.is_sharded else what
-            remedy = f"use ddp, without parallel.tensor, on at most {self.virtual_ranks} GPUs"
+            what = "virtual ranks do not work with hybrid shards, parallel.tensor or offload" if is_hybrid else what
+            remedy = f"use ddp or fsdp on at most {self.virtual_ranks} GPUs"
             raise UsageError(what, where=f"parallel.virtual_ranks={self.virtual_ranks}", remedy=remedy)
         if self.tensor > 1 and (self.offload or self.precision == "fp16"):
             what = "tensor parallelism supports neither fp16 nor offload"
