@@ -1,4 +1,4 @@
-"""What the same bits on any number of ranks cost: steps with virtual ranks against DDP and against accumulation.
+"""What the same bits on any number of ranks cost: steps with virtual ranks against DDP, FSDP and accumulation.
 
     python benchmarks/virtual_ranks.py [--rounds 7] [--steps 12] [--width 1024]
 
@@ -23,11 +23,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-VARIANTS = {  # by name: ranks, virtual ranks, micro-batches of a rank
-    "2 ranks, 2 virtual ranks": (2, 2, 1),
-    "4 ranks, 4 virtual ranks": (4, 4, 1),
-    "2 ranks, 4 virtual ranks": (2, 4, 2),
-    "1 rank, 4 virtual ranks": (1, 4, 4),
+VARIANTS = {  # by name: ranks, virtual ranks, micro-batches of a rank, strategy
+    "2 ranks, 2 virtual ranks": (2, 2, 1, "ddp"),
+    "4 ranks, 4 virtual ranks": (4, 4, 1, "ddp"),
+    "2 ranks, 4 virtual ranks": (2, 4, 2, "ddp"),
+    "1 rank, 4 virtual ranks": (1, 4, 4, "ddp"),
+    "2 ranks, 2 virtual ranks, FSDP": (2, 2, 1, "fsdp"),
+    "4 ranks, 4 virtual ranks, FSDP": (4, 4, 1, "fsdp"),
+    "2 ranks, 4 virtual ranks, FSDP": (2, 4, 2, "fsdp"),
 }
 
 
@@ -59,7 +62,7 @@ def of_rank(rank: int, ranks: int, port: int, arguments: argparse.Namespace, nam
     from lockstep.mesh.layout import laid_out
     from lockstep.trainer import assemble
 
-    _, virtual_ranks, micro_batches = VARIANTS[name]
+    _, virtual_ranks, micro_batches, strategy = VARIANTS[name]
     size = arguments.micro
     common = {
         "batch": {"global": size * ranks * micro_batches, "micro": size},
@@ -67,10 +70,11 @@ def of_rank(rank: int, ranks: int, port: int, arguments: argparse.Namespace, nam
         "log": {"every_steps": 1000},
     }
     common |= {"train": {"steps": 100_000}, "optim": {"name": "SGD", "lr": 0.01}}
+    shards: dict[str, Any] = {"strategy": strategy} | ({"shard_modules": ["*"]} if strategy == "fsdp" else {})
     with join_world("cpu", 600) as world:
         steps = {}
         for way, keys in {"virtual": {"virtual_ranks": virtual_ranks}, "usual": {}}.items():
-            config = config_file.parse(common | {"parallel": keys}, needs_task=False)
+            config = config_file.parse(common | {"parallel": keys | shards}, needs_task=False)
             training = assemble.in_memory(config, task_of(arguments.width), laid_out(world, config))
             steps[way] = (training.run, iter(training.run.batches))
         times: dict[str, list[float]] = {way: [] for way in steps}
@@ -98,8 +102,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--micro", type=int, default=64, help="samples of a micro-batch")
     arguments = parser.parse_args()
-    header("variant", "virtual ranks, ms", "DDP or accumulation, ms", "ratio")
-    for name, (ranks, _, _) in VARIANTS.items():
+    header("variant", "virtual ranks, ms", "without, ms", "ratio")
+    for name, (ranks, *_) in VARIANTS.items():
         found = mp.get_context("spawn").SimpleQueue()
         mp.spawn(of_rank, (ranks, free_port(), arguments, name, found), nprocs=ranks)
         times = found.get()
