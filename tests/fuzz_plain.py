@@ -71,8 +71,8 @@ class Averages:
                 value.copy_(kept)
 
 
-def train_plainly(case: Case, restart: int = 0) -> Result:
-    """The result of the whole run. restart: a step after which it was resumed, where a new window of the log begins."""
+def train_plainly(case: Case) -> Result:
+    """The result of the whole run."""
     seed_all(case.seed)
     task = task_of(case)
     data, evaluation = task.train_data(), task.eval_data()
@@ -121,8 +121,6 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
                 }
             )
             averages.swap()
-        if done == restart:
-            window = Window(norm=window.norm)
     result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     averages.swap()
     if case.afterwards == "evaluate":

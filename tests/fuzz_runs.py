@@ -175,8 +175,8 @@ def first_failure(kind: str, cases: Sequence[Case]) -> tuple[Case, str] | None:
 
 def check_plain(case: Case, runs_of_case: Sequence[Sequence[Found]]) -> None:
     """Compare what each rank gave, before and after a stop, with plain torch."""
+    wanted = train_plainly(case)
     for resumed, ranks in enumerate(runs_of_case):
-        wanted = train_plainly(case, restart=case.resume_at if resumed else 0)
         for rank, found in enumerate(ranks):
             if found.error and not wanted.applied:  # a run in which nothing can be learned may end with an error
                 return

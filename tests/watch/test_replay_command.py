@@ -15,7 +15,7 @@ from lockstep.trainer import earlier_configs
 from lockstep.watch import replay_report
 from lockstep.watch.replay_report import Wants
 from tests import player_tasks, runs
-from tests.own_tasks import Masked
+from tests.own_tasks import Dropout, Masked
 from tests.ranks import run_ranks
 from tests.selection import mainly
 
@@ -80,6 +80,29 @@ def test_with_virtual_ranks_a_step_again_has_the_same_bits_on_another_number_of_
         assert replay_report.text(report).count(", as logged") == 2
     report.logged["train/grad_norm"] *= 1 + 1e-15
     assert "With parallel.virtual_ranks it must be the same" in replay_report.text(report)
+
+
+def test_with_virtual_ranks_the_parts_of_a_rank_are_those_of_its_virtual_ranks(tmp_path):
+    settings = SETTINGS | {"parallel": {"virtual_ranks": 3}, "train": {"steps": 3}}
+    run_ranks(2, runs.fit_kind, "Dropout", {}, settings, tmp_path / "run")
+    found = {}
+    for ranks in (1, 2, 3):
+        reports = [again(tmp_path / "run", Wants(rank=rank, ranks=ranks), settings) for rank in range(ranks)]
+        found[ranks] = [part for report in reports for part in report.parts]
+    found["on two ranks"] = run_ranks(2, again, tmp_path / "run", Wants(rank=0, ranks=1), settings)[1].parts
+    assert found[1] == found[2] == found[3] == found["on two ranks"]
+    assert [part.name for part in found[1]] == [f"virtual rank {n}, micro-batch {m}" for n in range(3) for m in (0, 1)]
+    step = reports[0].steps[-1]
+    total = sum(part.loss["loss"] * sum(part.units.values()) for part in found[1])
+    assert total / sum(step.units.values()) == pytest.approx(step.loss, rel=1e-6)  # dropout is that of the step
+    with pytest.raises(UsageError, match="4 ranks cannot share 3 virtual ranks"):
+        again(tmp_path / "run", Wants(rank=0, ranks=4), settings)
+
+
+def again(folder, wants, settings):
+    """On ranks: step 2 of a task with dropout."""
+    with Trainer(settings, run_dir=folder, quiet=True).replaying(2, Dropout()) as (run, after):
+        return replay_report.make(run, 2, wants, after, tell=lambda text: None)
 
 
 def test_parts_of_a_step_add_up_to_the_step_by_plain_torch(tmp_path):

@@ -66,6 +66,8 @@ class Run:
     """Results of the evaluation at `first_step`, if the checkpoint has them; else empty."""
     saved_parts: Mapping[str, Any]
     """The record of the training's Parts in the checkpoint. Empty without a checkpoint."""
+    saved_log: Mapping[str, Any]
+    """What the checkpoint has of the steps before it, for the log; see `LogWindow.saved`."""
     form: Form
     """The form of the newly built model's state, before a checkpoint was loaded."""
     messages: list[str]
@@ -179,6 +181,7 @@ def prepare_run(
         fingerprint=fingerprint,
         results=checkpoint.metrics if checkpoint else {},
         saved_parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
+        saved_log=checkpoint.manifest.get("log", {}) if checkpoint else {},
         form=Form.of(built.strategy.unwrapped.model),
         messages=built.messages,
         warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),

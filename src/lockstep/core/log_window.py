@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.core import devices
 from lockstep.core.errors import TrainingError
-from lockstep.core.evaluate import combine
+from lockstep.core.loss_sums import LossSums, as_float64
 from lockstep.core.parallel.world import World
-from lockstep.core.step import SAMPLES, StepResult, TrainState
+from lockstep.core.step import StepResult, TrainState
 from lockstep.core.train_metrics import TrainMetrics
 
 
@@ -52,24 +50,25 @@ class LogWindow:
         """The times of the steps of the last entry."""
         self.sums_epochs, self.is_excluding = False, False
         """True if `epoch_results` will be called."""
+        self.epoch = LossSums(world)
+        self.reset()
         self.begin()
-        self._reset_epoch()
 
     def begin(self) -> None:
         """The training begins: the clocks begin at 0."""
-        self.started = time.perf_counter()
-        self.reset()
+        self.started = self.begun = time.perf_counter()
+        self.excluded_s = self.saving_s = 0.0
 
     def reset(self) -> None:
         """Begin a new window."""
         self.results: list[StepResult] = []
-        self.in_epoch = 0  # this many of `results` are in the sums of the epoch
+        self.added = 0  # this many of `results` are in the sums
+        self.sums = LossSums(self.world)
+        self.norm_before: float | None = None
+        """The norm of the last update before `results`, in an earlier process; and the number of unreadable samples."""
+        self.bad_before = 0
         self.waits: list[tuple[Any, Any]] = []  # marks before and after the device waited for the data of a step
         self.begun, self.excluded_s, self.saving_s = time.perf_counter(), 0.0, 0.0
-
-    def _reset_epoch(self) -> None:
-        self.epoch_sums: dict[str, list[float]] = {}  # of this rank, by head: of each of `World.data_ranks`
-        self.epoch_units: dict[str, float] = {}  # of all ranks, by head
 
     def add(self, result: StepResult, waited: tuple[Any, Any]) -> None:
         """Add a step.
@@ -138,23 +137,21 @@ class LogWindow:
             TrainingError: a loss or gradient in the window was not finite; names the step, the rank and the samples.
         """
         size, rank = self.world.size, self.world.rank
-        sums, units = self._sums(self.results)
+        self._add()
         fault = self._first_fault()
         unreadable = [message for result in self.results for message in result.bad]
         *here, window_s = self._times()
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
-        sums_here = self.world.slots(self._by_shard(sums))
         has_metrics = self.metrics is not None and self.metrics.has_news()
-        packed = [float(fault is not None), float(len(unreadable)), window_s]
-        reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])
+        packed = [float(fault is not None), float(len(unreadable) + self.bad_before), window_s]
+        reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *self.sums.slots()])
         metrics_count, fault_count, unreadable_count, total_s, *rest = reduced
         waits, alone, slots = rest[:size], rest[size : 2 * size], rest[2 * size :]
-        totals = self.world.in_order(slots, len(sums))
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
-        losses = combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
+        losses = self.sums.means(slots, self.coefficients)
         samples = sum(result.samples for result in self.results)
         entry = self.head(state.step)
         entry |= {f"train/{name}": value for name, value in losses.items()}
@@ -163,9 +160,8 @@ class LogWindow:
             entry |= {f"train/{name}": value for name, value in results.items()}
             messages += self.metrics.take_notes()
         entry |= _learning_rates(state.optimizer)
-        norm = next((result.grad_norm for result in reversed(self.results) if result.applied), None)
-        if norm is not None:  # of the last update
-            entry["train/grad_norm"] = float(norm)
+        if (norm := self._norm()) is not None:
+            entry["train/grad_norm"] = norm
         if state.precision.name == "fp16":
             entry["train/loss_scale"] = state.precision.loss_scale
         entry["train/samples_per_s"] = round(samples / max(total_s / size, 1e-9), 1)
@@ -175,45 +171,63 @@ class LogWindow:
         if unreadable_count:
             entry["data/bad"] = unreadable_count
         self.last = Times(len(self.results), waits, alone, total_s)
-        if self.sums_epochs:
-            self._add_to_epoch()
         self.reset()
         return entry, messages
 
-    def epoch_results(self) -> dict[str, float]:
+    def _norm(self) -> float | None:
+        """The norm of the gradient of the last update; None if it was not computed."""
+        last = next((result for result in reversed(self.results) if result.applied), None)
+        if last is None:
+            return self.norm_before
+        return None if last.grad_norm is None else float(last.grad_norm)
+
+    def epoch_results(self) -> tuple[int, dict[str, float]]:
         """Close an epoch and begin a new epoch. All ranks call it after the same step, if `sums_epochs`.
 
         Returns:
-            `loss`, and `loss/<head>` if there are several heads: means over the units of all steps since the last
-            call, on all ranks. Then the metrics of the same steps. Empty if there was no unit.
+            the number of steps since the last call. And `loss`, and `loss/<head>` if there are several heads: means
+            over the units of these steps, on all ranks; then their metrics. Empty if there was no unit.
         """
-        self._add_to_epoch()
-        sums, units = self.epoch_sums, self.epoch_units
-        self._reset_epoch()
+        self._add()
+        sums, self.epoch = self.epoch, LossSums(self.world)
         has_metrics = self.metrics is not None and self.metrics.has_news(epoch=True)
-        metrics_count, *slots = self.world.all_sum([float(has_metrics), *self.world.slots(self._by_shard(sums))])
-        totals = self.world.in_order(slots, len(sums))
-        results = combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
+        metrics_count, *slots = self.world.all_sum([float(has_metrics), *sums.slots()])
+        results = sums.means(slots, self.coefficients)
         if self.metrics is not None and metrics_count:
             results |= self.metrics.results(epoch=True)
-        return results
+        return sums.steps, results
 
-    def _add_to_epoch(self) -> None:
-        """Add the steps of this window to the sums of the epoch that do not have them yet."""
-        sums, units = self._sums(self.results[self.in_epoch :])
-        self.in_epoch = len(self.results)
-        for head, values in sums.items():
-            before = self.epoch_sums.get(head, [0.0] * len(values))
-            self.epoch_sums[head] = [old + new for old, new in zip(before, values, strict=True)]
-            self.epoch_units[head] = self.epoch_units.get(head, 0.0) + units[head]
+    def _add(self) -> None:
+        """Add the steps to the sums that are not in them yet."""
+        new, self.added = self.results[self.added :], len(self.results)
+        self.sums.add(new)
+        if self.sums_epochs:
+            self.epoch.add(new)
 
-    def _sums(self, results: Sequence[StepResult]) -> tuple[dict[str, list[float]], dict[str, float]]:
-        """Sums over some steps, by head: the losses of each of `World.data_ranks`, and the units of all ranks."""
-        losses, units = _losses(results, len(self.world.data_ranks))
-        return {head: [_total(values) for values in shards] for head, shards in losses.items()}, units
+    def saved(self) -> dict[str, Any]:
+        """The steps since the last entry and in this epoch, for a checkpoint, as JSON; on rank 0. A collective.
 
-    def _by_shard(self, sums: Mapping[str, Sequence[float]]) -> list[list[float]]:
-        return [[of_head[place] for of_head in sums.values()] for place in range(len(self.world.data_ranks))]
+        With it, the next entry of a resumed run has the same bits as that of a run that was not stopped.
+        """
+        self._add()
+        if not self.sums.steps and not self.epoch.steps:
+            return {}
+        unreadable = sum(len(result.bad) for result in self.results) + self.bad_before
+        found = {"entry": self.sums.saved(), "epoch": self.epoch.saved(), "grad_norm": self._norm()}
+        found["bad"] = self.world.all_sum([unreadable])[0]
+        if self.metrics is not None:
+            found["metrics"] = self.metrics.saved(with_epoch=self.sums_epochs)
+        return found
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take what `saved` returned, before the first step. Empty: the checkpoint has nothing of it."""
+        if saved:
+            self.sums.restore(saved["entry"])
+            self.epoch.restore(saved["epoch"])
+            self.norm_before = saved["grad_norm"]
+            self.bad_before = int(saved["bad"]) if self.world.rank == 0 else 0
+            if self.metrics is not None:
+                self.metrics.restore(saved.get("metrics", []))
 
     def check_finite(self) -> None:
         """Check the losses and gradients since the last entry. All ranks call it after the same step.
@@ -230,7 +244,7 @@ class LogWindow:
         losses = [loss for result in self.results for by_head in result.losses for loss in by_head.values()]
         norms = [result.grad_norm for result in self.results if result.grad_norm is not None and result.applied]
         # One tensor for all, so that the device is read once.
-        if not losses or bool(_as_float64([*losses, *norms]).isfinite().all()):
+        if not losses or bool(as_float64([*losses, *norms]).isfinite().all()):
             return None
         for result in self.results:
             for indices, by_head in zip(result.indices, result.losses, strict=False):
@@ -266,22 +280,6 @@ class LogWindow:
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
 
 
-def _losses(results: Sequence[StepResult], shards: int) -> tuple[dict[str, list[list[Tensor]]], dict[str, float]]:
-    """The losses of this rank's micro-batches in some steps, by head and shard; and the units of all ranks by head."""
-    sums: dict[str, list[list[Tensor]]] = {}
-    units: dict[str, float] = {}
-    for result in results:
-        for head in result.totals.keys() - {SAMPLES}:  # a player of a task may have no turn in these steps
-            sums.setdefault(head, [[] for _ in range(shards)])
-            units.setdefault(head, 0.0)
-        for by_head, counts, place in zip(result.losses, result.counted, result.places, strict=False):
-            for head, value in by_head.items():
-                sums.setdefault(head, [[] for _ in range(shards)])[place].extend([value] if counts else [])
-        for head in dict.fromkeys(head for by_head in result.losses for head in by_head):
-            units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
-    return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank
-
-
 def _learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """The learning rate of the first parameter group; with several groups, also the rate of each group."""
     rates = {str(group["name"]): float(group["lr"]) for group in optimizer.param_groups}
@@ -289,18 +287,3 @@ def _learning_rates(optimizer: Optimizer) -> dict[str, float]:
     if len(rates) > 1:
         entry |= {f"train/lr/{name}": rate for name, rate in rates.items()}
     return entry
-
-
-def _total(values: list[Tensor]) -> float:
-    return float(_as_float64(values).sum()) if values else 0.0
-
-
-def _as_float64(values: list[Tensor]) -> Tensor:
-    """Scalars as one tensor of float64: on the device of the first of them, or on the CPU if it has no float64.
-
-    With offloaded parameters, losses are on the GPU and norms of gradients on the CPU.
-    """
-    place = values[0].device
-    if not devices.of(place).has_float64:
-        return torch.stack([value.float() for value in values]).cpu().double()
-    return torch.stack([value.double().to(place) for value in values])

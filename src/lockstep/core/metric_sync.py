@@ -49,6 +49,22 @@ def states(metrics: MetricCollection) -> list[State]:
     ]
 
 
+def fits(metrics: MetricCollection, saved: list[State]) -> bool:
+    """False if `saved`, from another process, is of different metrics."""
+    names = [part._defaults.keys() for part in parts_of(metrics)]
+    if len(names) != len(saved):
+        return not saved
+    return all(state.keys() in (set(), own) for own, (_, state) in zip(names, saved, strict=True))
+
+
+def load(metrics: MetricCollection, saved: list[State]) -> None:
+    """Set metrics to the states that `states` returned. Empty: they stay as they are."""
+    for part, (count, state) in zip(parts_of(metrics), saved, strict=False):
+        for name, value in state.items():
+            setattr(part, name, value.to(getattr(part, name).device))
+        part._update_count, part._computed = count, None
+
+
 def joined(metrics: MetricCollection, several: Sequence[list[State]]) -> list[State]:
     """The states that the metrics would have after the updates of all `several`, in this order."""
     parts = parts_of(metrics)

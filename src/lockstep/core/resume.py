@@ -234,6 +234,8 @@ class RunKeeper(Keeper):
         manifest["trained_s"] = self.run.stopping.earlier_s + self.consensus.elapsed_s
         if joined := self.parts.saved():
             manifest["parts"] = joined
+        if log := self.parts.window.saved():
+            manifest["log"] = log
         self.saver.save(state.step, tensors, values, manifest)
         state.world.heartbeat.enter(Phase(phase))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.core import devices, metric_sync, task_checks
+from lockstep.core.checkpoint import nested
 from lockstep.core.metric_sync import State
 from lockstep.core.parallel.world import World
 
@@ -27,8 +28,7 @@ class TrainMetrics:
     """Feeds the outputs that `Task.loss` returns next to its losses to the metrics of `Task.metrics`.
 
     At an entry of the log, the metrics have seen every sample of the window once, whatever the ranks and micro-batches:
-    fillers are not given to `add`. At the end of an epoch, they have seen every sample since the epoch began in this
-    process.
+    fillers are not given to `add`. At the end of an epoch, they have seen every sample since the epoch began.
 
     An update queues work on the device and does not wait for it, if the metrics do not. States travel to the host and
     to rank 0 at entries only. Metrics that keep every output would grow with the epoch, so they are left out.
@@ -92,6 +92,41 @@ class TrainMetrics:
             self.live, self._has_ended = None, True
             self._notes.append(f"warning: the log has no more metrics of the training, because {self.problem}")
         return {} if self.problem else found
+
+    def saved(self, *, with_epoch: bool) -> Any:
+        """What was fed since the last entry, and in this epoch, for a checkpoint, on rank 0. A collective."""
+        own: list[list[list[State]]] = [[[], [], []] for _ in self.world.data_ranks]
+        for place, live in enumerate(self._shards):
+            kept = (self._window, self._epoch if with_epoch else None)
+            own[place] = [metric_sync.states(live), *(of_shards[place] if of_shards else [] for of_shards in kept)]
+        gathered = self.world.gather_once([] if self.problem or self._has_ended else own)
+        if gathered is None or not all(gathered):
+            return []
+        with contextlib.suppress(nested.NotSavedError):
+            return nested.encode([kept for of_rank in gathered for kept in of_rank])
+        return []
+
+    def restore(self, saved: Any) -> None:
+        """Take what `saved` returned. On a different number of data ranks, the first of them takes all."""
+        found: list[list[list[State]]] = nested.decode(saved, self.world.device)
+        if not any(any(kept) for kept in found):
+            return
+        with self._noting_failure():
+            self._make()
+            if self.live is None or not all(metric_sync.fits(self.live, states) for kept in found for states in kept):
+                return
+            nothing = metric_sync.joined(self._shown, [])
+            if len(found) != self.world.data_size:
+                parts = [[states for kept in found for states in (kept[kind], kept[0]) if states] for kind in (1, 2)]
+                first: list[list[State]] = [[], *(metric_sync.joined(self._shown, several) for several in parts)]
+                found = [first, *([[], [], []] for _ in range(self.world.data_size - 1))]
+            mine = [found[number] for number in self.world.data_ranks]
+            for live, kept in zip(self._shards, mine, strict=True):
+                metric_sync.load(live, kept[0])
+            self._window, self._epoch = (
+                [kept[kind] or nothing for kept in mine] if any(kept[kind] for kept in mine) else None
+                for kind in (1, 2)
+            )
 
     def take_notes(self) -> list[str]:
         """Messages for the log, each once."""

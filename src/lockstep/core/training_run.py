@@ -100,6 +100,7 @@ def check(
     note = devices.of(state.world.device).note()
     notes = [note] if note else []
     notes += parts.restore(run.saved_parts) if state.step else []
+    parts.window.restore(run.saved_log)
     notes += _check_model(run)
     notes += more()
     for text in [*notes, *run.warnings]:

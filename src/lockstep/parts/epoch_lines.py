@@ -32,9 +32,8 @@ class EpochLines(BuiltInPart):
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
         training.window.sums_epochs = self.has_lines
-        step = training.step
-        self.begun_at, self.begun = step, time.perf_counter()
-        self.ends_at = step
+        self.begun_at = self.ends_at = training.step
+        self.begun = time.perf_counter()
         """The step at which the epoch ends: the number of steps that are then done."""
 
     def before_step(self, training: Training) -> None:
@@ -69,6 +68,8 @@ class EpochLines(BuiltInPart):
         """An epoch starts with the next step, or resumes there in a resumed run."""
         per_epoch = self.plan.steps_per_epoch
         epoch = done // per_epoch
+        if done % per_epoch == 0 and training.window.epoch.steps:  # a checkpoint from before the line of its epoch
+            training.window.epoch_results()
         self.ends_at = min((epoch + 1) * per_epoch, training.last_step)
         self.begun_at, self.begun = done, time.perf_counter()
         if self.has_lines and training.rank == 0:
@@ -90,20 +91,19 @@ class EpochLines(BuiltInPart):
         assert isinstance(training, Inside)
         if not self.has_lines:
             return
-        trained = training.window.epoch_results()
-        steps = training.step - self.begun_at  # 0: a resumed run evaluates first
-        parts = []
-        if steps and trained:
-            whole = self.begun_at % self.plan.steps_per_epoch == 0
+        epoch, parts = (training.step - 1) // self.plan.steps_per_epoch, []
+        steps, trained = training.window.epoch_results()
+        if trained:
+            whole = steps == training.step - epoch * self.plan.steps_per_epoch
             which = "" if whole else f" (of the last {steps} steps)"
             shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
             parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
         shown = {name: value for name, value in results.items() if not name.endswith(_COUNTS) and "/loss/" not in name}
         if shown:
             parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
-        duration = f" after {time.perf_counter() - self.begun:.1f} s" if steps else ""
+        is_first = training.step == self.begun_at  # a resumed run evaluates first
+        duration = "" if is_first else f" after {time.perf_counter() - self.begun:.1f} s"
         if parts:
-            epoch = (training.step - 1) // self.plan.steps_per_epoch
             training.tell(f"{self._name(training, epoch)} ends{duration}: {'; '.join(parts)}")
 
     def _name(self, training: Training, epoch: int) -> str:

@@ -96,6 +96,10 @@ def make(
         raise UsageError(
             f"there is no rank {wants.rank} among {ranks_then} ranks", where=f"--rank {wants.rank}", remedy=remedy
         )
+    count = run.world.virtual_ranks
+    if wants.rank is not None and count is not None and ranks_then > count:
+        what, remedy = f"{ranks_then} ranks cannot share {count} virtual ranks", f"give at most {count}"
+        raise UsageError(what, where=f"--ranks {ranks_then}", remedy=remedy)
     if run.world.tensor > 1 and (wants.samples or wants.rank is not None):
         run.config.parallel.without_mesh("replay --samples or --rank", "replay on one rank: --nproc 1")
     report = ReplayReport(

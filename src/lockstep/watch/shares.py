@@ -9,6 +9,7 @@ from lockstep.core.build import Run
 from lockstep.core.data.dataset import name_of
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import split_for_rank
+from lockstep.core.parallel.virtual import held
 from lockstep.core.step import SAMPLES
 from lockstep.watch.gradients import Detail
 from lockstep.watch.trial import Share, detail, read
@@ -32,17 +33,22 @@ class StepShare:
 
 
 def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[StepShare]:
-    """The micro-batches of a rank in the next step, computed with the seeds of that rank. All ranks call it.
+    """The micro-batches of a rank in the next step, computed with its seeds. All ranks call it.
+
+    With virtual ranks, they are those of its virtual ranks.
 
     Args:
         rank: of `ranks` ranks, which need not be those of this process.
         like: a micro-batch of the training; the others are moved to the device like it.
     """
-    plan = replace(run.plan, world=ranks)
+    count = run.world.virtual_ranks
+    plan = run.plan if count else replace(run.plan, world=ranks)
     found = []
-    for number, one in enumerate(plan.rank_micro_batches(run.state.step, rank)):
-        micro_batch = read(run.batches.loader.micro_batches, one, like, run.world.device)
-        found.append(_part(run, f"micro-batch {number}", micro_batch, rank, number))
+    for shard in held(rank, ranks, count) if count else (rank,):
+        for number, one in enumerate(plan.rank_micro_batches(run.state.step, shard)):
+            micro_batch = read(run.batches.loader.micro_batches, one, like, run.world.device)
+            name = f"virtual rank {shard}, micro-batch {number}" if count else f"micro-batch {number}"
+            found.append(_part(run, name, micro_batch, shard, number))
     return found
 
 
@@ -84,7 +90,7 @@ def _part(run: Run, name: str, micro_batch: MicroBatch, rank: int, number: int) 
     share = Share(rank, state.step, units, number)
     found = detail(state, micro_batch, share, dict(state.strategy.leaves()))
     loss = {head: total / (units.get(head, units.get(SAMPLES)) or math.nan) for head, total in found.losses.items()}
-    return StepShare(name, micro_batch.indices, units, loss, _norm(found) / run.world.size, micro_batch.filler)
+    return StepShare(name, micro_batch.indices, units, loss, _norm(found) / state.strategy.divisor, micro_batch.filler)
 
 
 def _norm(found: Detail) -> float:

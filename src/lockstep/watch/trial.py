@@ -38,6 +38,7 @@ class Share:
     """The first micro-batch of a rank in a step, and the divisor of its losses."""
 
     rank: int
+    """Or virtual rank, if there are any."""
     step: int
     """Counted from 0."""
     totals: Mapping[str, float]
@@ -71,7 +72,7 @@ def trial(
         leaves: of `Strategy.leaves`.
         detailed: see `Seen.detailed`.
     """
-    world = dataclasses.replace(state.world, rank=share.rank)  # seeds depend on it
+    world = dataclasses.replace(state.world, rank=share.rank, virtual_ranks=None)  # seeds depend on the number
     alone: Any = _Alone(state.strategy)
     shadow = dataclasses.replace(state, world=world, strategy=alone, metrics=None, unfreezing=None)
     result = StepResult(share.step, 0, totals=dict(share.totals), places=[0] * (share.number + 1))

@@ -53,6 +53,7 @@ def test_the_host_reads_the_device_where_it_logs_or_saves_and_nowhere_else(tmp_p
         "core/checkpoint/finite.py",
         "parts/checks/dry_run.py",
         "core/log_window.py",
+        "core/loss_sums.py",
         "core/checkpoint/saver.py",
         "parts/operations.py",
         "core/parallel/buffers.py",

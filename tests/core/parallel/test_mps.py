@@ -10,7 +10,7 @@ from lockstep.core import devices, metric_sync
 from lockstep.core.data.device_copies import DeviceCopies
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.errors import UsageError
-from lockstep.core.log_window import _as_float64
+from lockstep.core.loss_sums import as_float64
 from lockstep.core.parallel.precision import Precision, check_supported
 from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.world import World, join_world, pick_device
@@ -131,10 +131,10 @@ def test_logged_numbers_become_float64_on_the_cpu():
         def double(self):
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
-    values = _as_float64([OnMps(0.5), OnMps(1e30)])
+    values = as_float64([OnMps(0.5), OnMps(1e30)])
     assert values.dtype == torch.float64
     assert values.tolist() == [0.5, float(torch.tensor(1e30))]
-    assert _as_float64([torch.tensor(0.1, dtype=torch.float64), torch.tensor(2.0)]).tolist() == [0.1, 2.0]
+    assert as_float64([torch.tensor(0.1, dtype=torch.float64), torch.tensor(2.0)]).tolist() == [0.1, 2.0]
 
 
 def test_metrics_stay_on_the_cpu_and_get_copies():

@@ -433,6 +433,64 @@ def test_keys_that_cannot_have_the_same_bits_are_refused(key):
         runs.fit(Images(), runs.config(**sections))
 
 
+class UsesPart(Images):
+    """A layer that only those batches use that have none of the samples at some positions of the first epoch."""
+
+    def __init__(self, positions=(0,)):
+        self.positions = positions
+
+    def model(self):
+        model = Small()
+        model.extra = nn.Linear(10, 5)
+        return model
+
+    def train_data(self):
+        inputs, labels = super().train_data().tensors
+        marked = torch.zeros(100)
+        marked[torch.from_numpy(permute(self.positions, 100, 0, 0))] = 1
+        return torch.utils.data.TensorDataset(inputs, labels, marked)
+
+    def eval_data(self):
+        return super().train_data()
+
+    def loss(self, model, batch):
+        output = model(batch[0])
+        if not batch[2].any():
+            output = output + model.extra(batch[0])
+        return functional.cross_entropy(output, batch[1], reduction="sum")
+
+
+def error_of_part(positions, settings):
+    """On ranks: the error of a training."""
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(UsesPart(positions), settings)
+    return str(caught.value)
+
+
+def settings_of_part(micro=None, **parallel):
+    return runs.config(batch={"micro": micro}, data={"drop_last": True}, parallel={"virtual_ranks": 4} | parallel)
+
+
+def test_a_parameter_that_a_virtual_rank_does_not_use_is_an_error_on_any_number_of_ranks():
+    words = "first step: 2 trainable parameters got no gradient on 1 of 4 virtual ranks: extra.weight, extra.bias"
+    for ranks in (1, 2, 3):
+        assert all(words in error for error in run_ranks(ranks, error_of_part, (0,), settings_of_part()))
+
+
+def test_a_parameter_that_a_virtual_rank_no_longer_uses_is_an_error_on_any_number_of_ranks():
+    words = "no gradient on a virtual rank, though they did before: extra.weight, extra.bias"
+    for ranks in (1, 2, 3):  # each rank has such a virtual rank: otherwise it waits for the others until they are gone
+        assert all(words in error for error in run_ranks(ranks, error_of_part, range(24, 48, 5), settings_of_part()))
+
+
+@pytest.mark.parametrize(
+    "settings", [settings_of_part(find_unused_parameters=True), settings_of_part(micro=3)], ids=["allowed", "micro"]
+)
+def test_a_parameter_that_another_virtual_rank_or_micro_batch_uses_trains_with_the_same_bits(settings):
+    found = {ranks: run_ranks(ranks, fit, Kind(HERE, "UsesPart"), {}, settings) for ranks in (1, 2, 3)}
+    assert len({weights for of_ranks in found.values() for weights, _ in of_ranks}) == 1
+
+
 def too_many_ranks():
     with pytest.raises(LockstepError, match="3 ranks cannot share 2 virtual ranks"):
         runs.fit(Images(), runs.config(parallel={"virtual_ranks": 2}))

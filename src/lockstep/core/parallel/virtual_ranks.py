@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import TrainingError
@@ -23,7 +24,7 @@ from lockstep.core.parallel.buffers import ShardBuffers
 from lockstep.core.parallel.equal_bits import check_model, checked_count
 from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
 from lockstep.core.parallel.options import ParallelConfig
-from lockstep.core.parallel.single import Single, unused_error
+from lockstep.core.parallel.single import Single, _check_dense, unused_error
 from lockstep.core.parallel.strategy import Forward, Losses, Waits
 from lockstep.core.parallel.virtual import Node, Tree
 from lockstep.core.parallel.world import World
@@ -49,6 +50,7 @@ class VirtualRanks(Single):
         self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
         self._hooks: list[Any] = []
         self._shard: _Shard | None = None  # the virtual rank in progress
+        self._uses: list[float] = []  # of each parameter: the number of virtual ranks so far that use it
         self._left = 0  # backward passes that it still makes
         self._buckets: list[Bucket] = []
         self._bucket_of: list[int] = []  # for each parameter
@@ -88,6 +90,8 @@ class VirtualRanks(Single):
     def begin_shard(self, place: int, micro_batches: int) -> None:
         self._shard = _Shard(self._numbers[place], self.count, self._nodes, len(self._places))
         self._left = micro_batches
+        if not place:
+            self._uses = [0.0] * len(self._places)
         if self._of_shards is not None:
             self._of_shards.begin_shard(place)
 
@@ -141,6 +145,7 @@ class VirtualRanks(Single):
         shard = self._shard
         assert shard is not None
         for place, parameter in enumerate(self.trainable.values()):
+            self._uses[place] += shard.has[place] or shard.has_constants or parameter.grad is not None
             if not shard.has[place]:
                 shard.take(place, parameter)
         if self._buckets and shard.number == self._numbers[-1]:
@@ -151,7 +156,6 @@ class VirtualRanks(Single):
     def _end_gradients(self) -> None:
         """Give the parameters the sums over all virtual ranks."""
         parameters, nodes = list(self.trainable.values()), self._nodes
-        used = [any(node.value[place] is not None for node in nodes) for place in range(len(parameters))]
         self._nodes = []
         if self._buckets:
             for bucket in self._buckets[self._gathered :]:
@@ -160,24 +164,43 @@ class VirtualRanks(Single):
                 bucket.end()
         else:
             for parameter, gradient in zip(parameters, nodes[0].value, strict=True):
-                parameter.grad = gradient
-        self._check_used(parameters, used)
+                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+        self._check_used()
 
-    def _check_used(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-        """Leave parameters without a gradient that no virtual rank has used.
+    def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+        """None: a gradient that is missing counts as zeros."""
+        if self._shard is not None:
+            self._shard.has_constants = True
+        return []
+
+    def _check_all_used(self, losses: Losses) -> None:
+        """As that of all strategies, but `_check_used` looks at the gradients of whole virtual ranks."""
+        self._check_kept()
+        _check_dense(losses, {id(parameter): name for name, parameter in self.unwrapped.model.named_parameters()})
+
+    def _check_used(self) -> None:
+        """Leave parameters without a gradient that no virtual rank uses.
 
         Raises:
-            TrainingError: there are such parameters on this rank, and `find_unused_parameters` does not allow them.
+            TrainingError: a virtual rank does not use some parameters, and `find_unused_parameters` does not allow it.
+                In the first step on every rank.
         """
-        if not self.find_unused_parameters:
-            unused = {id(one) for one, is_used in zip(parameters, used, strict=True) if not is_used}
-            if names := [name for name, one in self.trainable.items() if id(one) in unused]:
-                raise unused_error(names, "Task.loss", " on this rank, though they did before")
+        if self.find_unused_parameters:
+            used_by = self.world.all_sum(self._uses)
+            for parameter, uses in zip(self.trainable.values(), used_by, strict=True):
+                if not uses:
+                    parameter.grad = None
             return
-        used_on = self.world.all_sum([float(is_used) for is_used in used])
-        for parameter, ranks in zip(parameters, used_on, strict=True):
-            if not ranks:
-                parameter.grad = None
+        is_first, self._must_check_used = self._must_check_used, False
+        count = self.count if is_first else len(self._numbers)
+        used_by = self.world.all_sum(self._uses) if is_first else self._uses
+        missing = {name: int(count - uses) for name, uses in zip(self.trainable, used_by, strict=True) if uses < count}
+        if missing and is_first:
+            most = max(missing.values())
+            when = "" if most == count else f" on {most} of {count} virtual ranks"
+            raise unused_error(list(missing), "first step", when)
+        if missing:
+            raise unused_error(list(missing), "Task.loss", " on a virtual rank, though they did before")
 
 
 class _Shard:
@@ -196,6 +219,8 @@ class _Shard:
         tree.push(Node(number, 1, []))
         new = tree.nodes[-1]
         self.number, self.has = number, [False] * parameters
+        self.has_constants = False
+        """True if a loss depends on no parameter. All parameters then count as used."""
         self.before = [nodes[place] for node in tree.nodes[:-1] for place in node.value]
         """The nodes that stay."""
         self.merged = [nodes[place] for place in reversed(new.value)]

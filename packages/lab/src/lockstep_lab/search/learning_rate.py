@@ -111,12 +111,13 @@ def _losses(run: Run, rates: list[float]) -> Iterator[tuple[float, float]]:
     """The rate and the loss of the global batch, step by step. A global batch without units has none."""
     state = run.state
     window = LogWindow(state.world, state.coefficients, run.plan.steps_per_epoch)
+    window.sums_epochs = True
     state.forward.train()
     mark = devices.of(state.world.device).mark()
     for micro_batches in run.batches:
         rate = rates[min(state.step - state.skipped, len(rates) - 1)]
         window.add(run.update(state, micro_batches, run.plan.samples(state.step)), (mark, mark))
-        found = window.epoch_results()  # unlike `entry`, it takes a loss that is not finite
+        _, found = window.epoch_results()  # unlike `entry`, it takes a loss that is not finite
         window.reset()
         if "loss" in found:
             yield rate, found["loss"]
