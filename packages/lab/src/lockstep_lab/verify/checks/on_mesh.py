@@ -21,7 +21,7 @@ def strategies(experiments: ExperimentRunner) -> CheckResult:
 
     def compared(name: str, strategy: str, tensor: int) -> CheckResult:
         config = experiments.exact_config(batch__micro=None, parallel__strategy=strategy, parallel__tensor=tensor)
-        config["parallel"]["virtual_ranks"] = None  # FSDP refuses them
+        config["parallel"]["virtual_ranks"] = None  # the process that it is compared with has none
 
         def train() -> list[Recording]:
             return experiments.train(name, nproc, config, changes=experiments.exact_changes())
