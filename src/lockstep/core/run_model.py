@@ -86,7 +86,9 @@ def build_model(
 
     model, messages = strategy.build_model(make)
     messages += notes
-    if compute.channels_last and not strategy.is_sharded:
+    # Shards are contiguous. With virtual ranks, a run that is sharded on several ranks computes the same on one rank.
+    is_sharded = strategy.is_sharded or (parallel.virtual_ranks is not None and parallel.strategy == "fsdp")
+    if compute.channels_last and not is_sharded:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.zero_grad(set_to_none=True)  # the first step would add to gradients that a task has left
     blocks = find_blocks(model, parallel.shard_modules)

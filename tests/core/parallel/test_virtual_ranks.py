@@ -261,6 +261,23 @@ def test_fsdp_has_the_bits_of_ddp_on_any_number_of_ranks(name):
     assert len({repr(one) for of_ranks in found.values() for one in of_ranks}) == 1, found
 
 
+class Convolved(Images):
+    """Images whose weights have a memory format on one rank, and shards of them cannot have it."""
+
+    def model(self):
+        layers = nn.Unflatten(1, (1, 2, 5)), nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(80, 5))
+
+
+def test_a_sharded_run_has_the_same_bits_on_one_rank_and_where_one_rank_has_fewer_virtual_ranks(tmp_path):
+    """In a run directory: the first entry of the log counts operations in a pass outside of the steps."""
+    parallel = {"virtual_ranks": 4, "strategy": "fsdp"}
+    settings = runs.config(batch={"micro": 3}, compute={"channels_last": True}, parallel=parallel)
+    kind = Kind(HERE, "Convolved")
+    found = [run_ranks(ranks, fit, kind, {}, settings, tmp_path / str(ranks))[0] for ranks in (1, 3)]
+    assert found[0][0] == found[1][0]
+
+
 @pytest.mark.cases("6")
 @pytest.mark.parametrize("virtual_ranks", [4, 6])
 def test_the_bits_are_those_of_a_loop_over_virtual_ranks_in_plain_torch(virtual_ranks):

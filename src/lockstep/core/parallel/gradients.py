@@ -77,7 +77,8 @@ def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _norm_of(norms: Sequence[Tensor]) -> Tensor:
     """The norm of several tensors together, from their norms."""
-    return torch.linalg.vector_norm(torch.stack(list(norms)))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return total
 
 
 def is_cut(parameter: Any) -> bool:

@@ -91,7 +91,7 @@ class VirtualFSDP(FSDP):
             self._of_shards.begin_shard(place)
 
     def end_shards(self) -> None:
-        self._trial = None
+        self._trial, self._progress.number, self._progress.ends = None, None, False
         if self._of_shards is not None:
             self._of_shards.end()
 
@@ -128,9 +128,9 @@ class VirtualFSDP(FSDP):
 class _Progress:
     """What the next reduction of gradients is for."""
 
-    number: int | None = 0
-    """The virtual rank that they belong to. None: to none."""
-    ends: bool = True
+    number: int | None = None
+    """The virtual rank that they belong to. None: to none, as in a pass outside of steps."""
+    ends: bool = False
     """The sums of this rank are complete, and are exchanged."""
 
 
