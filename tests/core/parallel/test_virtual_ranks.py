@@ -22,7 +22,7 @@ from lockstep.core.parallel.virtual import Node, Tree, held, nodes_of
 from lockstep.core.parallel.world import World
 from lockstep.trainer import assemble
 from tests import own_tasks, runs
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.sampling_cases import WEIGHTS
 
 TIMES = ("time", "wait", "samples_per_s", "health", "memory")
@@ -276,6 +276,31 @@ def test_a_sharded_run_has_the_same_bits_on_one_rank_and_where_one_rank_has_fewe
     kind = Kind(HERE, "Convolved")
     found = [run_ranks(ranks, fit, kind, {}, settings, tmp_path / str(ranks))[0] for ranks in (1, 3)]
     assert found[0][0] == found[1][0]
+
+
+class UsedAtFirst(Images):
+    """After two steps, some virtual ranks do not use a part of the model."""
+
+    def model(self):
+        self.calls = 0
+        return nn.ModuleDict({"main": nn.Linear(10, 5), "more": nn.Linear(10, 5)})
+
+    def loss(self, model, batch):
+        self.calls += 1
+        output = model["main"](batch[0])
+        if self.calls <= 4 or batch[0][0, 0] > 0:
+            output = output + model["more"](batch[0])
+        return functional.cross_entropy(output, batch[1], reduction="sum")
+
+    def eval_data(self):
+        return None
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 4])
+def test_fsdp_names_parameters_that_later_batches_do_not_use(virtual_ranks):
+    settings = runs.config(parallel={"virtual_ranks": virtual_ranks, "strategy": "fsdp"})
+    with pytest.raises(RankFailed, match=r"though they did before: more\.weight, more\.bias"):
+        run_ranks(2, fit, Kind(HERE, "UsedAtFirst"), {}, settings)
 
 
 @pytest.mark.cases("6")

@@ -18,7 +18,7 @@ from lockstep.core.parallel.gathered_writes import GatheredWrites
 from lockstep.core.parallel.meta_init import build_on_meta, materialise
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import is_spread
-from lockstep.core.parallel.single import Single, constant_loss_error, leaves
+from lockstep.core.parallel.single import Single, constant_loss_error, leaves, unused_error
 from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, TrialPass, Waits
 from lockstep.core.parallel.world import World
 
@@ -38,6 +38,8 @@ class FSDP(Single):
         self._modules: list[Any] = []  # those to which `fully_shard` was applied, the root first
         self._units: list[tuple[Any, bool]] = []  # without the root, and whether they are freed after a forward pass
         self._writes: GatheredWrites | None = None
+        self._hooks: dict[int, Any] = {}  # by gathered parameter: it notes that the parameter got a gradient
+        self._used: set[int] = set()  # the gathered parameters that got one, in this step
         self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
@@ -61,6 +63,9 @@ class FSDP(Single):
         self._modules = [_root(forward), *(unit for unit, _ in self._units)]
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
+        for module in self._modules:
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: `_check_used` then names them
+                module.set_reduce_scatter_unused_params(True, recurse=False)
         self._let_passes_agree(forward)
         self._mark_waits(forward)
         if self._waits is not None:  # a hook would break compiled code into pieces
@@ -134,6 +139,31 @@ class FSDP(Single):
     def _gathered(self) -> Iterator[tuple[Tensor, Tensor]]:
         for module in self._modules:
             yield from torch_internals.gathered_parameters(module)
+
+    def _check_all_used(self, losses: Losses) -> None:
+        super()._check_all_used(losses)
+        for _, gathered in self._gathered():
+            if id(gathered) not in self._hooks and gathered.requires_grad:
+                hook: Any = gathered.register_post_accumulate_grad_hook(self._note_used)  # type: ignore[no-untyped-call]
+                self._hooks[id(gathered)] = hook
+
+    def _note_used(self, gathered: Tensor) -> None:
+        self._used.add(id(gathered))
+
+    def _check_reduced(self) -> None:
+        self._check_used("on this rank")
+
+    def _check_used(self, where: str) -> None:
+        """Raises TrainingError, with the names, if parameters got no gradient since the last call."""
+        names = {id(parameter): name for name, parameter in self.trainable.items()}
+        missing = [
+            names[id(parameter)]
+            for parameter, gathered in self._gathered()
+            if id(parameter) in names and id(gathered) in self._hooks and id(gathered) not in self._used
+        ]
+        self._used.clear()
+        if missing and self._hooks:
+            raise unused_error(missing, "Task.loss", f" {where}, though they did before")
 
     def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")

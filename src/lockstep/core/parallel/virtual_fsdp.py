@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core import devices
-from lockstep.core.errors import TrainingError, UsageError
+from lockstep.core.errors import UsageError
 from lockstep.core.parallel.buffers import ShardBuffers, restored_state
 from lockstep.core.parallel.equal_bits import check_model, checked_count
 from lockstep.core.parallel.fsdp import FSDP
@@ -103,6 +103,8 @@ class VirtualFSDP(FSDP):
         self._left -= 1
         if self._left:
             return waits
+        if not last or self._lacks_one:
+            self._check_used("on a virtual rank")
         if not self._progress.ends:  # FSDP has put zeros there
             for parameter in self.trainable.values():
                 parameter.grad = None
@@ -163,7 +165,6 @@ class _TreeReduceScatter:
         if self.device.has_own_memory:  # it stays in use after FSDP has let go of it
             input_tensor.record_stream(self.device.current_stream())
         if self.progress.number is not None:
-            self._check_size(input_tensor)
             self.tree.push(Node(self.progress.number, 1, input_tensor))
         if not self.progress.ends:
             output_tensor.zero_()
@@ -181,12 +182,3 @@ class _TreeReduceScatter:
             group=group,
         )
         output_tensor.copy_(add_up(received, self.nodes, self.count))
-
-    def _check_size(self, gradients: Tensor) -> None:
-        nodes = self.tree.nodes
-        if nodes and nodes[0].value.shape != gradients.shape:
-            raise TrainingError(
-                "the virtual ranks of a step use different parameters",
-                where="Task.loss, parallel.strategy=fsdp",
-                remedy="use parallel.strategy=ddp with parallel.find_unused_parameters=true",
-            )
