@@ -30,9 +30,9 @@ RECIPES = {
     "docstrings": ("train.steps=8", "data.eval_limit=100"),
     "image_folder": ("data.train={data}/classification/bccd_cells", "train.steps=8", "batch.global=16"),
     "segmentation": ("data.train={data}/segmentation/nuclei", "train.steps=6", "batch.global=8"),
-    "detection": ("data.train={data}/detection/bccd/train.json", "train.steps=6", "batch.global=8"),
+    "detection": ("data.train={data}/detection/bccd", "train.steps=6", "batch.global=8"),
     "ct_small": ("data.train={data}/ct/sts/labels.csv", "train.steps=6", "batch.global=8"),
-    "lm": ("data.train={data}/lm/plays", "train.steps=6", "batch.global=8"),
+    "lm": ("data.train={data}/lm/shakespeare", "train.steps=6", "batch.global=8"),
 }
 
 
