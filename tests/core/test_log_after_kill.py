@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import pytest
 from torchmetrics import MeanMetric, MeanSquaredError
@@ -57,6 +58,16 @@ def test_with_virtual_ranks_on_other_numbers_of_ranks(every, stops, tmp_path):
     whole, stopped = whole_and_stopped(tmp_path, settings, [(2, stops[0]), (4, stops[1]), (1, None)])
     assert stopped == whole
     assert {"train/loss", "train/grad_norm", "train/confidence", "train/error"} <= whole[0].keys()
+
+
+def test_from_a_checkpoint_after_which_the_run_continued(tmp_path):
+    settings = settings_of(checkpoint={"every_steps": 2, "keep_last": 9}, parallel={"virtual_ranks": 4})
+    whole = run_ranks(4, fit, "Measured", {}, tmp_path / "run", settings)[0]
+    for ranks, step in ((3, 12), (2, 8), (1, 2)):
+        for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+        assert run_ranks(ranks, fit, "Measured", {}, tmp_path / "run", settings)[0] == whole
 
 
 @pytest.mark.parametrize("ranks", mainly([2], [1, 2, 3]))

@@ -65,8 +65,8 @@ class LogWindow:
         self.added = 0  # this many of `results` are in the sums
         self.sums = LossSums(self.world)
         self.norm_before: float | None = None
-        """The norm of the last update before `results`, in an earlier process; and the number of unreadable samples."""
-        self.bad_before = 0
+        """The norm of the last update before `results`, in an earlier process."""
+        self.bad_before = 0  # the number of unreadable samples there
         self.waits: list[tuple[Any, Any]] = []  # marks before and after the device waited for the data of a step
         self.begun, self.excluded_s, self.saving_s = time.perf_counter(), 0.0, 0.0
 

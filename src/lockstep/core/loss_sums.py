@@ -67,7 +67,7 @@ class LossSums:
         if gathered is None:
             return {}
         losses = {head: [value for of_rank in gathered for value in of_rank[head]] for head in self.losses}
-        return {"steps": self.steps, "losses": losses, "units": self.units}
+        return {"steps": self.steps, "losses": losses, "units": dict(self.units)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take what `saved` returned. On a different number of data ranks, the first of them takes all."""

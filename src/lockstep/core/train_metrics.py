@@ -118,8 +118,8 @@ class TrainMetrics:
             nothing = metric_sync.joined(self._shown, [])
             if len(found) != self.world.data_size:
                 parts = [[states for kept in found for states in (kept[kind], kept[0]) if states] for kind in (1, 2)]
-                first: list[list[State]] = [[], *(metric_sync.joined(self._shown, several) for several in parts)]
-                found = [first, *([[], [], []] for _ in range(self.world.data_size - 1))]
+                found = [[[]] * 3] * self.world.data_size
+                found[0] = [[], *(metric_sync.joined(self._shown, several) for several in parts)]
             mine = [found[number] for number in self.world.data_ranks]
             for live, kept in zip(self._shards, mine, strict=True):
                 metric_sync.load(live, kept[0])
