@@ -186,7 +186,7 @@ class Single:
             TrainingError: on every rank; names the parameters and the remedy.
         """
         self._check_kept()
-        _check_dense(losses, {id(parameter): name for name, parameter in self.unwrapped.model.named_parameters()})
+        check_dense(losses, {id(parameter): name for name, parameter in self.unwrapped.model.named_parameters()})
         has_constants = any(not loss.requires_grad for loss in losses.values())  # see `_zero_roots`
         unused = self._unused_parameters(losses)
         unused_on = self.world.all_sum([float(is_unused and not has_constants) for is_unused in unused.values()])
@@ -323,7 +323,7 @@ def _nodes(losses: Losses) -> Iterator[Any]:
         pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _check_dense(losses: Losses, names: Mapping[int, str]) -> None:
+def check_dense(losses: Losses, names: Mapping[int, str]) -> None:
     """Raise if a parameter gets a sparse gradient by a function (`functional.embedding`, `gather`).
 
     Args:

@@ -24,7 +24,7 @@ from lockstep.core.parallel.buffers import ShardBuffers
 from lockstep.core.parallel.equal_bits import check_model, checked_count
 from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
 from lockstep.core.parallel.options import ParallelConfig
-from lockstep.core.parallel.single import Single, _check_dense, unused_error
+from lockstep.core.parallel.single import Single, check_dense, unused_error
 from lockstep.core.parallel.strategy import Forward, Losses, Waits
 from lockstep.core.parallel.virtual import Node, Tree
 from lockstep.core.parallel.world import World
@@ -176,7 +176,7 @@ class VirtualRanks(Single):
     def _check_all_used(self, losses: Losses) -> None:
         """As that of all strategies, but `_check_used` looks at the gradients of whole virtual ranks."""
         self._check_kept()
-        _check_dense(losses, {id(parameter): name for name, parameter in self.unwrapped.model.named_parameters()})
+        check_dense(losses, {id(parameter): name for name, parameter in self.unwrapped.model.named_parameters()})
 
     def _check_used(self) -> None:
         """Leave parameters without a gradient that no virtual rank uses.
