@@ -84,7 +84,7 @@ However a rank ends, the audit judges the events that the rank has written until
 | `sys.exit(N)`, an error | a report, then code 3 for a finding, else 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
-| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `lockstep-audit --read FOLDER` |
+| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
 | a hang | after `--patience` seconds without progress, `lockstep-audit` ends the ranks, and exits with code 3 |
 | a collective that times out or breaks | the report shows where each rank was (also after SIGABRT), then code 3 |
 | a missing script, a notebook, a wrong option | exit code 2 |
@@ -188,10 +188,10 @@ environments, ranks rightly hold different numbers. The audit cannot distinguish
   sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. The
   audit finds some lines in the source of the script: the `if` or `break` that decides, or the set whose order is used.
   Without the source, the finding has the line at which the fault was noticed.
-- **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts only one process if it finds no
-GPU. Then add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
-- **Not tried**: FSDP of version 1, `torch.compile`, several nodes, GPUs and NCCL. Everything else on this page was tried
-  on CPUs with gloo.
+- **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts only one process if it finds
+no GPU. Then add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
+- **Not tried**: FSDP of version 1, `torch.compile`, several nodes, GPUs and NCCL. Everything else on this page was
+  tried on CPUs with gloo.
 """
 
 
