@@ -44,7 +44,7 @@ train.py:10: error[LS101]: several ranks train on the same samples
 lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v shows why), 0 findings switched off
 ```
 
-The report separates what was seen from what explains it: the cause is `unknown` if no rule can explain the finding. A
+The report separates what was seen from its explanation: the cause is `unknown` if no rule can explain the finding. A
 rule that the script did not exercise counts as not exercised, never as passed.
 
 ## Rules
@@ -77,7 +77,7 @@ The audit writes nothing into the folder of the script. There is one exception: 
 
 ## How a run ends
 
-However a rank ends, the audit judges the events that it wrote until then.
+However a rank ends, the audit judges the events that the rank has written until then.
 
 | what ends the script | |
 |---|---|
@@ -85,7 +85,7 @@ However a rank ends, the audit judges the events that it wrote until then.
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
 | Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
-| a hang | after `--patience` seconds `lockstep-audit` ends the ranks, and exits with code 3 |
+| a hang | after `--patience` seconds without progress, `lockstep-audit` ends the ranks, and exits with code 3 |
 | a collective that times out or breaks | the report shows where each rank was (also after SIGABRT), then code 3 |
 | a missing script, a notebook, a wrong option | exit code 2 |
 
@@ -113,8 +113,9 @@ Or save today's findings in a file, and see only new ones: `--write-baseline kno
 
 ## In CI
 
-On GitHub, annotations appear at the lines of a pull request. Put this step after those that check out your repository
-and install Python and what the script needs. OWNER is the owner of the repository of Lockstep:
+On GitHub, annotations appear at the lines of a pull request. Your workflow first needs steps that check out your
+repository, and that install Python and the packages of the script. Put this step after them. OWNER is the owner of the
+repository of Lockstep:
 
 ```
 - uses: OWNER/torch-lockstep@main
@@ -130,13 +131,13 @@ def test_the_training_is_right(lockstep_audit):
     lockstep_audit("train.py", "--epochs", 1, nproc=2)
 ```
 
-`--format sarif --output audit.sarif` is for other systems. A script that hangs ends after `--patience` seconds with
-exit code 3.
+`--format sarif --output audit.sarif` is for other systems. If a script hangs, the audit ends it after `--patience`
+seconds, with exit code 3.
 
 ## The lines on the pages
 
-The page of each rule shows wrong and right lines. These lines come before them, and `dist.destroy_process_group()`
-after them. `packages/audit/tests/test_pages.py` runs all of them.
+The pages of rules show wrong and right lines. To run them, put the following lines before them, and
+`dist.destroy_process_group()` after them. `packages/audit/tests/test_pages.py` runs the lines of all pages in this way.
 
 ```python
 import contextlib
@@ -159,40 +160,38 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 
 - **Coverage.** The audit finds a fault only if the run shows it. For example, ranks with different numbers of
 batches show only if the run reaches the end of an epoch.
-- **Steps.** The audit examines the first steps closely, and then one step in every `--every`. It does not compare
-parameters in between. With steps of 30 ms, observers cost 1 to 4 % of the time, and 10 % with `--every 1`
+- **Steps.** The audit examines the first 4 steps closely, and then each K-th step (`--every K`). It does not compare
+parameters in the steps in between. With steps of 30 ms, observers cost 1 to 4 % of the time, and 10 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Otherwise collect the files
 `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read FOLDER`.
 - **Notebooks** cannot be observed, and end with an error. Save the notebook as a script:
 `jupyter nbconvert --to script NOTEBOOK.ipynb`.
-- **Missed faults.** Not every fault has a rule. Of 40 faults in scripts by people who had not seen the audit, it named
-36 at the right line, and missed 4. Of the 40 faults of the previous set, it named 35
+- **Missed faults.** Not every fault has a rule. The audit was tried on 40 faults in scripts by people who had not seen
+it. It named 36 of them at the right line, and missed 4. Of the 40 faults of the previous set, it named 35
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 - **False errors.** On 40 unusual but correct scripts and 40 repaired scripts, there was no false error. On the 80
 scripts of the previous set there were 2, and on 108 public examples 2 more. All four have been fixed.
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - **Known false alarms**; `# lockstep: ignore[LS101] reason` switches one off:
     - LS101 if ranks answer the same prompts with different draws (rollouts of one group);
-    - LS108 with samplers that repeat samples by design (torchvision's RASampler on 4 ranks);
+    - LS108 with samplers that repeat samples on purpose (torchvision's RASampler on 4 ranks);
     - LS703 if two networks train on each batch and the run resumes within an accumulation;
     - warning LS601 if repeated samples are taken out by a mask or by their ids;
     - warning LS403 if labels of -100 do not count in the mean (DPO);
     - warning LS211 if a divisor happens to be the number of all samples;
     - warning LS307 if a training is cut short on purpose.
-- **A script's own objects** are not compared between ranks. So the audit does not see statistics that each rank
-gathers for itself, such as the running mean of observations that normalizes them. Ranks may rightly hold different
-numbers in such objects, such as states of their environments, and the audit cannot distinguish the two.
+- **A script's own objects** are not compared between ranks. So the audit does not notice if each rank normalizes its
+observations with statistics that it gathers for itself, such as a running mean. In other objects, such as the states of
+environments, ranks rightly hold different numbers. The audit cannot distinguish the two.
 - **Lines.** If the cause of a finding is known, the finding shows the line of the cause: the line that created a
   sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. The
-  audit finds some
-lines in the text of the script: the `if` or `break` that decides, or the set whose order is used. Without the text,
-the finding has the line at which the fault was noticed.
-- **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts one process if it finds no
-GPU; add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
-- **Not tried**: FSDP of version 1, `torch.compile`, several nodes. Everything else on this page was tried on CPUs
-  with gloo. Nothing was
-tried on GPUs or with NCCL.
+  audit finds some lines in the source of the script: the `if` or `break` that decides, or the set whose order is used.
+  Without the source, the finding has the line at which the fault was noticed.
+- **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts only one process if it finds
+no GPU. Then add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
+- **Not tried**: FSDP of version 1, `torch.compile`, several nodes, GPUs and NCCL. Everything else on this page was
+  tried on CPUs with gloo.
 """
 
 
