@@ -104,6 +104,9 @@ class RankError(LockstepError):
     """True if this rank failed because it lost the connection to another rank, which gave no reason."""
 
 
+_NOT_BEGUN = "before training began; nothing was lost"
+
+
 class Preempted(BaseException):
     """A signal asked this run to stop, and the run has stopped.
 
@@ -114,6 +117,16 @@ class Preempted(BaseException):
     exit_code = 75
     is_in_log = False
     """True if the log of the run has its text, which the terminal shows unless the run is quiet."""
+
+    @classmethod
+    def before_training(cls, asked_by: str = "") -> Preempted:
+        """The exception of a run that has not trained since its command was started."""
+        return cls(f"stopped {f'by {asked_by} ' if asked_by else ''}{_NOT_BEGUN}")
+
+    @property
+    def remedy(self) -> str:
+        """The sentence about the same command: it resumes only what has begun."""
+        return f"the same command {'starts again' if _NOT_BEGUN in str(self) else 'resumes from there'}"
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:

@@ -59,7 +59,7 @@ class Exit:
                 report_failure(found, str(found))
                 if this_process.is_first():
                     said = "" if found.is_in_log and not self._quiet else f"{found}; "
-                    print(f"{said}run the same command again to resume", file=sys.stderr, flush=True)
+                    print(f"{said}{found.remedy}", file=sys.stderr, flush=True)
                 raise SystemExit(found.exit_code) from None
             if found is error:
                 raise
