@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from lockstep.cli.application import app
 from lockstep.cli.run import OPTIONS
 
-
 SCRIPT = """
 import torch
 import lockstep
