@@ -139,6 +139,17 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     return f"did you mean {prefix}{nearest}? " if nearness.get(nearest, 0.0) >= _NEAR else ""
 
 
+def number_of(number: int, noun: str, verb: str = "", verb_of_many: str = "") -> str:
+    """A number and what it counts, in singular or plural: `1 step`, or with verbs `1 file is` and `2 files are`."""
+    if number == 1:
+        return f"1 {noun} {verb}".rstrip()
+    if noun.endswith(("s", "x", "tch", "sh")):
+        plural = f"{noun}es"
+    else:
+        plural = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
+    return f"{number:,} {plural} {verb_of_many}".rstrip()
+
+
 def listed(names: Sequence[str], most: int = 10) -> str:
     """The first `most` names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.core.errors import TrainingError, UsageError
+from lockstep.core.errors import TrainingError, UsageError, number_of
 from lockstep.core.parallel.buffers import KeptBuffers, ModuleBuffers
 from lockstep.core.parallel.equal_bits import check_model
 from lockstep.core.parallel.gradient_buckets import Bucket, Gradients, buckets
@@ -46,7 +46,10 @@ class VirtualRanks(Single):
             raise UsageError(
                 f"{world.size} ranks cannot share {self.count} virtual ranks",
                 where=f"parallel.virtual_ranks={self.count}",
-                remedy=f"start at most {self.count} ranks: --nproc {self.count}. More virtual ranks are a new training",
+                remedy=(
+                    f"start at most {number_of(self.count, 'rank')}: --nproc {self.count}. More virtual ranks "
+                    "are a new training"
+                ),
             )
         self.bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
         self._numbers = world.data_ranks
