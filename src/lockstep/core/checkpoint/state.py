@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.core.checkpoint.form import Form, buffer_places, described, is_extra, kind, load, place_buffer
 from lockstep.core.checkpoint.nested import NotSavedError, Plain, decode, encode
-from lockstep.core.errors import CheckpointError, number_of
+from lockstep.core.errors import CheckpointError
 from lockstep.core.parallel.sharded_tensor import is_sharded, like, local, local_shard, own_columns
 
 _NOTHING = torch.empty(0)
@@ -113,7 +113,7 @@ def check_fits(
         ):
             remedy = f"with fsdp, a buffer cannot change its shape: use parallel.strategy=ddp; or {remedy}"
         raise CheckpointError(
-            f"{number_of(len(differing), 'tensor', 'differs', 'differ')} from the model's, first {first}: "
+            f"tensors differ from the model's ({len(differing)}), first {first}: "
             f"saved {saved.get(first)}, model {own.get(first)}",
             remedy=remedy,
         )
