@@ -542,7 +542,7 @@ def test_file_that_the_system_refuses_to_write_is_survived(tmp_path):
     settings = runs.config(checkpoint={"every_steps": 5, "mode": "sync"})
     try:
         with pytest.raises(
-            LockstepError, match=r"1 checkpoints could not be written, the newest is of step 20.*step 10 could not"
+            LockstepError, match=r"1 checkpoint could not be written, the newest is of step 20.*step 10 could not"
         ):
             runs.fit(Limited(), settings, tmp_path)
     finally:

@@ -141,9 +141,9 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
 
 @pytest.mark.parametrize(
     ("command", "rest"),
-    [("train", "resumes from there"), ("run", "resumes from there"), ("predict", "starts from the beginning")],
+    [("train", "starts again"), ("run", "starts again"), ("predict", "starts from the beginning")],
 )
-def test_only_a_training_that_is_stopped_promises_to_go_on(monkeypatch, capsys, command, rest):
+def test_a_stopped_command_says_what_the_same_command_does(monkeypatch, capsys, command, rest):
     monkeypatch.setattr("sys.argv", ["lockstep", command, "run"])
     with pytest.raises(typer.Exit), reporting(debug=False):
         raise Preempted("stopped before training began; nothing was lost")

@@ -15,6 +15,7 @@ from lockstep.core.errors import (
     TrainingError,
     UsageError,
     WatchError,
+    number_of,
 )
 from lockstep.trainer import user_exit
 from tests import own_tasks, runs
@@ -147,3 +148,16 @@ def test_an_error_of_lockstep_itself_is_a_traceback():
     with pytest.raises(TypeError) as caught:
         errors.did_you_mean("a", None)
     assert errors.described(caught.value).startswith("Traceback")
+
+
+def test_one_thing_is_counted_in_the_singular():
+    assert [number_of(many, "step") for many in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
+    assert [number_of(2, noun) for noun in ("batch", "epoch", "box", "pass", "entry", "day")] == [
+        "2 batches",
+        "2 epochs",
+        "2 boxes",
+        "2 passes",
+        "2 entries",
+        "2 days",
+    ]
+    assert [number_of(many, "file", "is", "are") for many in (1, 2)] == ["1 file is", "2 files are"]

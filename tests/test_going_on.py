@@ -123,7 +123,7 @@ def test_a_run_in_its_warm_up_may_become_longer_or_shorter(tmp_path):
 def test_warm_up_that_never_ends_is_told(tmp_path, capsys, warmup, told):
     settings = runs.config(task={"kind": "toy"}, schedule={"warmup_steps": warmup})
     Trainer(settings, run_dir=tmp_path).fit()
-    text = f"warning: schedule.warmup_steps={warmup} lasts for all 20 steps: "
+    text = f"warning: schedule.warmup_steps={warmup} lasts for the whole training of 20 steps: "
     text += f"the learning rate only rises, to {min(1, 20 / max(1, warmup)):.3g} of optim.lr"
     assert (text in (tmp_path / "train.log").read_text()) == told
     assert (text in capsys.readouterr().out) == told

@@ -310,7 +310,7 @@ def test_request_before_training_ends_with_75(launch):
     assert len(done) == 2
     for errors, code in done:
         assert code == 75, errors
-        assert "the same command resumes from there" in errors
+        assert "before training began; nothing was lost; the same command starts again" in errors
 
 
 RESTARTED = ["parallel.timeout_s=20", "checkpoint.every_steps=10", "--nproc", 2, "--max-restarts", 5]

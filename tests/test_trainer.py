@@ -378,5 +378,5 @@ def test_model_that_fit_leaves_is_the_evaluated_model(tmp_path, decay):
 def test_ranks_without_samples_are_told(tmp_path, samples, told):
     settings = [f"batch.global={samples}", "train.steps=1", "train.epochs=null", "--run-dir", tmp_path]
     printed = run_ranks(2, rank_cases.command, "train", "toy", *settings)[0]
-    text = "warning: batch.global=1 is less than the 2 ranks: 1 of them get no"
+    text = "warning: batch.global=1 is less than the 2 ranks: a step has no sample for 1 of them; start at most 1 rank,"
     assert (text in printed) == told

@@ -20,7 +20,7 @@ def _stop(number: int, frame: object) -> None:
         os._exit(128 + number)
     if not this_process.is_rank():
         name = signal.Signals(number).name
-        rest = "before training began; nothing was lost; the same command resumes from there"
+        rest = "before training began; nothing was lost; the same command starts again"
         with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone
             os.write(2, f"stopped by {name} {rest}\n".encode())
     os._exit(_EXIT_PREEMPTED)

@@ -53,7 +53,7 @@ def test_every_command_says_what_words_of_others_mean(name):
     assert any("leave it out, the same command resumes the run" in one for one in [written, *advice])
     for word in written.split() if rest.startswith("write ") else ():
         key = word.partition("=")[0]
-        is_key = key in paths or key.startswith(("task.", "optim.args.", "train.stop_when."))
+        is_key = key in paths or key.startswith(("task.", "optim.args.", "train.stop_when.", "slurm.", "kubernetes."))
         assert (is_key and "overrides" in has) or word in has or word == "7", word
 
 

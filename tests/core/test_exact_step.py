@@ -88,7 +88,7 @@ def test_step_without_any_valid_unit_is_skipped_and_counted(tmp_path, world):
     untouched = {f"model.{name}": tensor.clone() for name, tensor in task.model().state_dict().items()}
     settings = runs.config(train={"steps": 4}, log={"every_steps": 4})
     for message in run_ranks(world, rank_cases.error_of, "Masked", {"mask_all": True}, settings, tmp_path):
-        assert "nothing was learned: all 4 updates were skipped" in message
+        assert "nothing was learned: all updates were skipped (4 steps)" in message
         assert "Task.weight counted no unit in any global batch" in message
         assert "fp16" not in message
     (saved,) = store.listed(tmp_path / "checkpoints")

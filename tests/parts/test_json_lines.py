@@ -56,13 +56,13 @@ TORN = [b'{"st', b'{"step": 10}', b"\0" * 5000]
 def test_damaged_line_is_dropped_with_one_message(tmp_path, damage, place):
     content, note = resumed(tmp_path / "metrics.jsonl", b"".join([*GOOD[:place], damage, *GOOD[place:]]))
     assert content == b"".join([*GOOD, b'{"step": 11}\n'])
-    assert note == "metrics.jsonl: 1 of 3 lines are damaged (by a power cut or a full disk?) and are dropped"
+    assert note == "metrics.jsonl: 1 of 3 lines damaged (by a power cut or a full disk?) and dropped"
 
 
 def test_whole_file_of_zeros_is_an_empty_one(tmp_path):
     content, note = resumed(tmp_path / "metrics.jsonl", b"\0" * 4096)
     assert content == b'{"step": 11}\n'
-    assert "1 of 1 lines" in note
+    assert "1 of 1 line " in note
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

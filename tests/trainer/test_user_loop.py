@@ -659,4 +659,4 @@ def test_the_end_by_a_signal_is_said_once(quiet, is_in_log, says, capsys):
     end = user_exit.Exit(lambda: None, quiet=quiet)
     with pytest.raises(SystemExit), end.guarded():
         raise stopped
-    assert capsys.readouterr().err == f"{says}run the same command again to resume\n"
+    assert capsys.readouterr().err == f"{says}the same command resumes from there\n"

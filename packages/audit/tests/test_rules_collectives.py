@@ -110,9 +110,7 @@ def test_a_rank_that_left_while_others_wait_is_named():
     script = Script().optimizer().step().exit(0)
     script.step(rank=1).add("stuck", 1, at=at(31), stacks={}, since_s=60)
     (finding,) = script.found("LS503")
-    assert (
-        "rank 0 ended without an error after 1 steps, while step 2 waits at train.py:31 on rank 1" in finding.evidence
-    )
+    assert "rank 0 ended without an error after 1 step, while step 2 waits at train.py:31 on rank 1" in finding.evidence
     assert "fewer steps" in finding.cause
     lost = Script().optimizer().step().exit(0).step(rank=1)
     lost.exit(1, code=1, error={"type": "RuntimeError", "message": "Connection closed by peer [::1]", "at": at(31)})

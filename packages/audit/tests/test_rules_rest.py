@@ -28,7 +28,7 @@ def test_buffers_that_differ_at_an_evaluation_are_a_warning():
         )
 
     (finding,) = buffers(str).found("LS602")
-    assert (finding.where.line, finding.evidence) == (50, "1 buffers differ between ranks 0, 1: running_mean")
+    assert (finding.where.line, finding.evidence) == (50, "1 buffer differs between ranks 0, 1: running_mean")
     assert buffers(lambda rank: "equal").ids() == set()
     assert buffers(str, how="data_parallel").found("LS602") == []
     assert buffers(str, ranks=0).ids() == set()  # only rank 0 evaluates

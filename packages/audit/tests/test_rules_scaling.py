@@ -339,7 +339,7 @@ def test_equal_parameters_with_parts_of_their_gradients_are_a_warning():
         return script
 
     (finding,) = split().found("LS217")
-    assert (finding.where.line, "1 parameters that are equal on all ranks (first)" in finding.evidence) == (25, True)
+    assert (finding.where.line, "1 parameter that is equal on all ranks (first)" in finding.evidence) == (25, True)
     right = [
         split(before=lambda rank: "g"),  # the parts are added up
         split(constant=["first"]),  # the bias of a split layer

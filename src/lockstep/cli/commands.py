@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from typer.core import TyperCommand, TyperGroup
 
@@ -13,6 +14,23 @@ from lockstep.core.errors import UsageError
 
 WORDS = "lockstep.words"
 """Key of a context's `meta`: all words after the command, also the `--` that click takes out."""
+_KEYS = "lockstep_keys"
+_CallT = TypeVar("_CallT", bound=Callable[..., None])
+
+
+def takes_keys(section: str, place: str) -> Callable[[_CallT], _CallT]:
+    """Mark a command that takes its own keys, next to those of the config.
+
+    Args:
+        section: the first part of these keys.
+        place: `module:Class` of the `CommandKeys`, which are imported only when they are needed.
+    """
+
+    def mark(call: _CallT) -> _CallT:
+        call.__dict__[_KEYS] = (section, place)
+        return call
+
+    return mark
 
 
 class Command(TyperCommand):
@@ -37,6 +55,7 @@ class Command(TyperCommand):
         takes = {name: not getattr(one, "is_flag", False) for one in self.get_params(ctx) for name in one.opts}
         takes |= {name: False for one in self.get_params(ctx) for name in one.secondary_opts}
         keys = ctx.obj if "overrides" in takes else ()
+        own = dict(self._own_keys())
         is_script = ctx.info_name == "verify" and any(word.endswith(".py") for word in args)
         number = 0
         while number < len(args) and args[number] != "--":
@@ -50,12 +69,33 @@ class Command(TyperCommand):
             if word in takes:
                 continue
             given = value if equals else after if after and not after.startswith("-") else None
+            if path := own.get(word.strip("-").replace("-", "_")):
+                yield word, f"{path}={given or 'VALUE'}"
+                continue
             if found := other_words.meant(word, given, options=takes, keys=() if is_script else keys):
                 yield word, found
             elif is_script:
                 yield word, f"give it after `--`, if it belongs to the script: -- {word} {given or ''}".rstrip()
             elif found := other_words.meant(word, given):
                 yield word, f"give `lockstep train` this: {found}"
+
+    def _own_keys(self) -> Iterator[tuple[str, str]]:
+        """Each key of the command, with its path."""
+        if found := self._section():
+            yield from ((key, f"{found[0]}.{key}") for key in found[1].model_fields)
+
+    def _section(self) -> tuple[str, Any] | None:
+        section, place = getattr(self.callback, _KEYS, ("", ""))
+        module, _, name = place.partition(":")
+        return (section, getattr(importlib.import_module(module), name)) if section else None
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        if found := self._section():
+            from lockstep.cli import command_keys
+
+            with formatter.section("Keys of this command"):
+                formatter.write_dl(list(command_keys.described(*found)))
 
 
 def _remedy(found: Sequence[str]) -> str:

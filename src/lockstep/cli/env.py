@@ -21,6 +21,7 @@ import typer
 import lockstep
 from lockstep.cli.options import Debug
 from lockstep.cli.reporting import reporting
+from lockstep.core.errors import number_of
 
 _DISTRIBUTION = "torch-lockstep"
 _LIBRARIES = ["numpy", "pydantic", "typer", "torchmetrics", "tensorboard", "safetensors", "filelock", "transformers"]
@@ -104,7 +105,7 @@ def _of_torch() -> str:
 
 
 def _devices() -> dict[str, Any]:
-    found = {"cpu": f"{_cpu_name()}, {os.cpu_count()} CPUs"}
+    found = {"cpu": f"{_cpu_name()}, {number_of(os.cpu_count() or 1, 'CPU')}"}
     if hasattr(os, "sched_getaffinity"):
         found["CPUs allowed"] = str(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import shlex
 import subprocess
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.commands import Command, CommandGroup
+from lockstep.cli.commands import Command, CommandGroup, takes_keys
 from lockstep.cli.options import Debug, Force, Overrides, Target, as_arguments
 from lockstep.cli.reporting import reporting, tell
-from lockstep.core.errors import Preempted, UsageError
+from lockstep.core.errors import Preempted, UsageError, number_of
 from lockstep.launch.cluster import job as jobs
 from lockstep.launch.cluster import kubernetes, slurm, ssh
 from lockstep.trainer import local_ranks
@@ -39,15 +38,7 @@ Env = Annotated[
     list[str] | None,
     typer.Option("--env", metavar="NAME=VALUE", help="Set a variable of the ranks. Without =VALUE: its value here."),
 ]
-JobName = Annotated[str | None, typer.Option("--job-name", help="Name of the job. Default: the config's name.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="File to write.")]
-
-
-class Kind(enum.StrEnum):
-    """The controller that reads the manifest."""
-
-    TRAIN_JOB = "TrainJob"
-    PYTORCH_JOB = "PyTorchJob"
 
 
 launch = typer.Typer(
@@ -64,6 +55,7 @@ launch = typer.Typer(
     name="slurm",
     epilog="Example: lockstep launch slurm imagenet --nodes 4 --gpus-per-node 8 --time 04:00:00 --submit",
 )
+@takes_keys("slurm", "lockstep.cli.launch_keys:SlurmKeys")
 def for_slurm(
     target: Target,
     overrides: Overrides = None,
@@ -72,36 +64,9 @@ def for_slurm(
     gpus: Gpus,
     time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit. Longer runs resume by themselves.")],
     nproc: Nproc = None,
-    account: Annotated[str | None, typer.Option(help="Account to charge, as for sbatch.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition, as for sbatch.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Quality of service, as for sbatch.")] = None,
-    cpus_per_task: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of each node. Default: one for each rank and loader worker.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option("--mem", help="Memory of each node, such as 64G.")] = None,
-    container: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="FILE.sif for apptainer, or an image for pyxis.")
-    ] = None,
-    job_name: JobName = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run, on a file system of all nodes. Default: runs/NAME.")
     ] = None,
-    directory: Annotated[Path | None, typer.Option(help="Working directory. Default: this one.")] = None,
-    python: Annotated[
-        str | None, typer.Option(help="Interpreter with Lockstep. Default: this one; in a container python.")
-    ] = None,
-    setup: Annotated[
-        list[str] | None, typer.Option(metavar="LINE", help='A line of shell, such as "module load cuda".')
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help='A further option, such as "--constraint=a100".')
-    ] = None,
-    signal_before: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="Save and stop this long before the time limit.")
-    ] = slurm.Allocation.signal_before_s,
-    max_requeues: Annotated[
-        int, typer.Option(min=0, help="Times in a row that the job is queued again without a new checkpoint.")
-    ] = 3,
     env: Env = None,
     preset: Preset = None,
     max_restarts: MaxRestarts = None,
@@ -112,22 +77,35 @@ def for_slurm(
 ) -> None:
     """Write a job script for SLURM and show it. --submit also submits it."""
     with reporting(debug):
-        settings = _load(target, overrides or (), preset)
-        name = job_name or settings.name
+        from lockstep.cli.command_keys import split
+        from lockstep.cli.launch_keys import SlurmKeys
+
+        overrides, keys = split(overrides or (), "slurm", SlurmKeys)
+        settings = _load(target, overrides, preset)
+        name = keys.job_name or settings.name
         given = [text for text in env or () if "=" in text]
         more = {"--preset": preset, "--max-restarts": max_restarts}
         job = _job(
             target, overrides, settings, nodes=nodes, nproc=nproc, gpus=gpus, run_dir=run_dir, env=given, more=more
         )
         jobs.read_environment(env or ())  # a variable without a value: sbatch passes it on as it is here
-        cpus = cpus_per_task or int(job.nproc) * (1 + settings.data.workers)
+        cpus = keys.cpus_per_task or int(job.nproc) * (1 + settings.data.workers)
         allocation = slurm.Allocation(
-            time, gpus, cpus, memory, account, partition, qos, name, signal_before, tuple(sbatch or ())
+            time=time,
+            gpus_per_node=gpus,
+            cpus_per_task=cpus,
+            memory=keys.mem,
+            account=keys.account,
+            partition=keys.partition,
+            qos=keys.qos,
+            job_name=name,
+            signal_before_s=keys.signal_before,
+            more=keys.sbatch,
         )
         slurm.check(allocation)
         tool = jobs.check_tool("sbatch", "leave --submit out, and submit the file elsewhere") if submit else ""
-        place = str((directory or Path()).absolute())
-        interpreter = python or ("python" if container else sys.executable)
+        place = str((keys.directory or Path()).absolute())
+        interpreter = keys.python or ("python" if keys.container else sys.executable)
 
         def text_of(shown: jobs.Job) -> str:
             return slurm.script(
@@ -135,9 +113,9 @@ def for_slurm(
                 allocation,
                 directory=place,
                 python=interpreter,
-                container=container,
-                setup=setup or (),
-                max_requeues=max_requeues,
+                container=keys.container,
+                setup=keys.setup,
+                max_requeues=keys.max_requeues,
                 command=jobs.shown_command(sys.argv[1:]),
             )
 
@@ -152,6 +130,7 @@ def for_slurm(
     name="kubernetes",
     epilog="Example: lockstep launch kubernetes imagenet --nodes 4 --gpus-per-node 8 --image train:1 --volume runs",
 )
+@takes_keys("kubernetes", "lockstep.cli.launch_keys:KubernetesKeys")
 def for_kubernetes(
     target: Target,
     overrides: Overrides = None,
@@ -163,28 +142,9 @@ def for_kubernetes(
         str, typer.Option(metavar="CLAIM[:/PATH]", help="PersistentVolumeClaim for runs, mounted at /runs.")
     ],
     nproc: Nproc = None,
-    namespace: Annotated[str, typer.Option(help="Namespace of the job.")] = "default",
-    kind: Annotated[
-        Kind, typer.Option(help="Kind of the manifest: for Kubeflow Trainer, or for the older training operator.")
-    ] = Kind.TRAIN_JOB,
-    cpu: Annotated[str | None, typer.Option(help="CPUs of each node.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of each node, such as 64Gi.")] = None,
-    shm: Annotated[str, typer.Option(help="Size of /dev/shm.")] = kubernetes.Pod.shm,
-    grace: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="Time from the request to stop to the end of a pod.")
-    ] = kubernetes.Pod.grace_s,
-    gpu_resource: Annotated[
-        str, typer.Option(help="Name that the cluster gives to GPUs.")
-    ] = kubernetes.Pod.gpu_resource,
-    secret: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A Secret whose keys become environment variables.")
-    ] = None,
-    job_name: JobName = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run, on the volume. Default: /runs/NAME.")
     ] = None,
-    directory: Annotated[str | None, typer.Option(help="Working directory. Default: the image's.")] = None,
-    python: Annotated[str, typer.Option(help="Interpreter with Lockstep in the image.")] = kubernetes.Pod.python,
     env: Env = None,
     preset: Preset = None,
     max_restarts: MaxRestarts = None,
@@ -195,9 +155,13 @@ def for_kubernetes(
 ) -> None:
     """Write a manifest for Kubernetes and show it. --apply also applies it."""
     with reporting(debug):
-        settings = _load(target, overrides or (), preset)
+        from lockstep.cli.command_keys import split
+        from lockstep.cli.launch_keys import KubernetesKeys
+
+        overrides, keys = split(overrides or (), "kubernetes", KubernetesKeys)
+        settings = _load(target, overrides, preset)
         claim, mount = kubernetes.read_volume(volume)
-        name = job_name or kubernetes.name_of(settings.name)
+        name = keys.job_name or kubernetes.name_of(settings.name)
         kubernetes.check_name(name)
         place = run_dir or Path(mount, settings.name)
         more = {"--preset": preset, "--max-restarts": max_restarts}
@@ -208,21 +172,32 @@ def for_kubernetes(
             remedy = f"give a folder in {mount}"
             raise UsageError(f"{place} is not on the volume", where="--run-dir", remedy=remedy)
         pod = kubernetes.Pod(
-            image, claim, mount, gpus, gpu_resource, cpu, memory, shm, directory, python, secret, grace
+            image=image,
+            claim=claim,
+            mount=mount,
+            gpus=gpus,
+            gpu_resource=keys.gpu_resource,
+            cpu=keys.cpu,
+            memory=keys.memory,
+            shm=keys.shm,
+            directory=keys.directory,
+            python=keys.python,
+            secret=keys.secret,
+            grace_s=keys.grace,
         )
         kubernetes.check(pod)
         tool = jobs.check_tool("kubectl", "leave --apply out, and apply the file elsewhere") if apply else ""
-        make = kubernetes.train_job if kind == Kind.TRAIN_JOB else kubernetes.pytorch_job
+        make = kubernetes.train_job if keys.kind == "TrainJob" else kubernetes.pytorch_job
 
         def text_of(shown: jobs.Job) -> str:
-            manifests = make(shown, pod, name=name, namespace=namespace)
+            manifests = make(shown, pod, name=name, namespace=keys.namespace)
             return kubernetes.to_yaml(manifests, about=job.about, command=jobs.shown_command(sys.argv[1:]))
 
         _warn(job, settings, mount)
         if ".py:" in target or target.endswith((".yaml", ".yml")):
             file = target.partition(".py:")[0] + ".py" if ".py:" in target else target
             tell(f"note: the image must have {file} at this path, from its working directory")
-        path = output or Path(f"{name}.{kind.lower()}.yaml")
+        path = output or Path(f"{name}.{keys.kind.lower()}.yaml")
         _write_and_show(path, job, text_of, mark=kubernetes.MARK, force=force)
         _hand_over([tool, "apply", "-f", str(path)], apply, f"kubectl apply -f {shlex.quote(str(path))}")
 
@@ -319,7 +294,7 @@ def _job(
         raise UsageError("without GPUs, the number of ranks is not known", where="--gpus-per-node 0", remedy=remedy)
     if gpus and nproc is not None and int(nproc) > gpus:
         remedy = "use at most one rank for each GPU"
-        raise UsageError(f"{nproc} ranks share {gpus} GPUs of a node", where="--nproc", remedy=remedy)
+        raise UsageError(f"{nproc} ranks share {number_of(gpus, 'GPU')} of a node", where="--nproc", remedy=remedy)
     return jobs.Job(
         target,
         settings.name,

@@ -14,7 +14,7 @@ from lockstep.cli import ranks
 from lockstep.cli.options import Checkpoint, Cold, Debug, Force, Nproc, Preset, RunDir, as_arguments
 from lockstep.cli.reporting import is_first, reporting, tell_first
 from lockstep.core import this_process
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.user_files import check_replaceable
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
         trainer.predict_rows(add, inputs, samples, task, begin=bar.begin, folder=folder, **how)
     if rows is not None and out is not None:
         lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
-        print(f"{count} prediction{'s' * (count != 1)}: {out}{lacking}", file=sys.stderr)
+        print(f"{number_of(count, 'prediction')}: {out}{lacking}", file=sys.stderr)
     if unreadable:
         more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         listed = "\n  ".join(unreadable[:_NAMED])
-        what = f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read"
+        what = f"warning: {number_of(len(unreadable), 'input')} could not be read"
         print(f"{what}:\n  {listed}{more}", file=sys.stderr)

@@ -11,7 +11,7 @@ from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import FAULT, is_first, reporting
 from lockstep.core import this_process
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 
 if TYPE_CHECKING:
     from lockstep.launch.preflight.judgement import PreflightFinding
@@ -64,7 +64,7 @@ def preflight(
 
 
 def _fault(count: int) -> UsageError:
-    error = UsageError(f"preflight found {count} fault{'s' * (count > 1)}, see the table above")
+    error = UsageError(f"preflight found {number_of(count, 'fault')}, see the table above")
     error.exit_code = FAULT
     return error
 

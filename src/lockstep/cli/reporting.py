@@ -66,7 +66,7 @@ def reporting(debug: bool) -> Iterator[None]:
         if not this_process.is_rank() and sys.argv[1:2] not in (["train"], ["sweep"], ["run"]):
             tell("stopped; the same command starts from the beginning")
         elif not this_process.is_rank():  # if a checkpoint was saved, the run has said so
-            tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command resumes from there")
+            tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}{stopped.remedy}")
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

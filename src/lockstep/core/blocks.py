@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from lockstep.core import devices
 from lockstep.core.block_state import BlockState, StateChanges, refusing_writes
 from lockstep.core.config.sections import ComputeConfig
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -144,7 +144,7 @@ def recompute_activations(
     """
     selective, every = compute.activation_checkpointing == "selective", compute.recompute_every_blocks
     if len(blocks) < every:
-        what = f"the model has {len(blocks) or 'no'} repeated blocks"
+        what = f"the model has {number_of(len(blocks), 'repeated block')}"
         where = "compute.activation_checkpointing, compute.recompute_every_blocks"
         raise UsageError(what, where=where, remedy="name blocks in parallel.shard_modules, or give a smaller number")
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}

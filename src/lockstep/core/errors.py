@@ -104,6 +104,9 @@ class RankError(LockstepError):
     """True if this rank failed because it lost the connection to another rank, which gave no reason."""
 
 
+_NOT_BEGUN = "before training began; nothing was lost"
+
+
 class Preempted(BaseException):
     """A signal asked this run to stop, and the run has stopped.
 
@@ -115,6 +118,16 @@ class Preempted(BaseException):
     is_in_log = False
     """True if the log of the run has its text, which the terminal shows unless the run is quiet."""
 
+    @classmethod
+    def before_training(cls, asked_by: str = "") -> Preempted:
+        """The exception of a run that has not trained since its command was started."""
+        return cls(f"stopped {f'by {asked_by} ' if asked_by else ''}{_NOT_BEGUN}")
+
+    @property
+    def remedy(self) -> str:
+        """The sentence about the same command: it resumes only what has begun."""
+        return f"the same command {'starts again' if _NOT_BEGUN in str(self) else 'resumes from there'}"
+
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     """`did you mean X? ` with the name in `known` that is nearest to `name` in any case. Empty if no name is near.
@@ -124,6 +137,17 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     nearness = {candidate: _nearness(str(name).lower(), candidate.lower()) for candidate in known}
     nearest = max(nearness, key=nearness.__getitem__, default="")
     return f"did you mean {prefix}{nearest}? " if nearness.get(nearest, 0.0) >= _NEAR else ""
+
+
+def number_of(number: int, noun: str, verb: str = "", verb_of_many: str = "") -> str:
+    """A number and what it counts, in singular or plural: `1 step`, or with verbs `1 file is` and `2 files are`."""
+    if number == 1:
+        return f"1 {noun} {verb}".rstrip()
+    if noun.endswith(("s", "x", "tch", "sh")):
+        plural = f"{noun}es"
+    else:
+        plural = f"{noun[:-1]}ies" if re.search("[^aeiou]y$", noun) else f"{noun}s"
+    return f"{number:,} {plural} {verb_of_many}".rstrip()
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:

@@ -17,7 +17,7 @@ from lockstep.core.data.loader import Loader, MicroBatch
 from lockstep.core.data.order import EvaluationPlan, MicroBatchPlan, derive_seed
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.data.tensors import map_tensors, to_cpu
-from lockstep.core.errors import DataError, TrainingError, UsageError
+from lockstep.core.errors import DataError, TrainingError, UsageError, number_of
 from lockstep.core.parallel import strategy
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
@@ -292,7 +292,7 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     if isinstance(output, Tensor | np.ndarray):
         if output.ndim == 0 or len(output) != count:
             raise DataError(
-                f"{what} of shape {tuple(output.shape)} for {count} samples",
+                f"{what} of shape {tuple(output.shape)} for {number_of(count, 'sample')}",
                 where="Task.predict",
                 remedy="return tensors whose first dimension is the batch",
             )
@@ -309,7 +309,9 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
         return [to_cpu(item) for item in output]
     kind = f"list of {len(output)}" if isinstance(output, list) else type(output).__name__
     remedy = "return tensors whose first dimension is the batch, dicts or tuples of them, or one item per sample"
-    raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)
+    raise DataError(
+        f"{what} of type {kind} cannot be split into {number_of(count, 'sample')}", where="Task.predict", remedy=remedy
+    )
 
 
 def _micro_batches(

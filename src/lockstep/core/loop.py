@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lockstep.core import devices
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import StepPlan
-from lockstep.core.errors import LockstepError, Preempted, TrainingError
+from lockstep.core.errors import LockstepError, Preempted, TrainingError, number_of
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.heartbeat import Phase
@@ -347,7 +347,8 @@ def check_any_update(state: TrainState) -> None:
     if state.precision.name == "fp16":
         causes.insert(0, "the gradients overflowed in fp16: use precision=bf16 or fp32")
     raise TrainingError(
-        f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the initial weights",
+        f"nothing was learned: all updates were skipped ({number_of(state.step, 'step')}). The checkpoint "
+        "holds the initial weights",
         where="end of training",
         remedy=f"{'; or '.join(causes)}. Then start again with --fresh",
     )
@@ -364,7 +365,7 @@ def set_training_mode(strategy: Strategy) -> list[str]:
     changed = [name for name, module in modes.items() if module.training]
     if not changed or "" in modes:
         return []
-    more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
+    more = f" and {number_of(len(changed) - 1, 'more module')}" if len(changed) > 1 else ""
     return [
         f"note: Task.model left {changed[0]}{more} in evaluation mode; training puts the whole model into training "
         "mode. To keep a part in evaluation mode, override train() in the model"

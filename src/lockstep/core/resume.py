@@ -20,7 +20,7 @@ from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
-from lockstep.core.errors import UsageError, listed
+from lockstep.core.errors import UsageError, listed, number_of
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.loop import Keeper
 from lockstep.core.parallel.heartbeat import Phase
@@ -114,7 +114,7 @@ def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_chang
     if not changed or "data" in allow_change:
         return
     words = {
-        "samples": f"{saved['samples']} samples then, {fingerprint['samples']} now",
+        "samples": f"{number_of(saved['samples'], 'sample')} then, {fingerprint['samples']} now",
         "digest": "samples differ",
         "order": "they are drawn in a different order, such as by different weights",
     }
@@ -159,8 +159,8 @@ def _check_schedule(
         key, value = "schedule.total_steps", config.schedule.total_steps
     group = state.optimizer.param_groups[0]
     before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
-    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now"
-    text += f": after {done} updates the learning rate goes from {before} to {after}"
+    text = f"the {now.name} schedule had {number_of(then.length, 'step')} and has {now.length} now"
+    text += f": after {number_of(done, 'update')} the learning rate goes from {before} to {after}"
     if any(f"{name}.".startswith(f"{allowed}.") for name in SCHEDULE_LENGTH_KEYS for allowed in allow_change):
         return [f"warning: {text}"]
     raise UsageError(

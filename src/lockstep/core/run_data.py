@@ -17,7 +17,7 @@ from lockstep.core.data.dataset import member_of
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import EvaluationPlan, Order, StepPlan
 from lockstep.core.data.randomness import restored_generators
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Samples, Task
 
@@ -77,7 +77,9 @@ def step_plan(
     if config.data.drop_last and length < global_batch:
         remedy = "lower batch.global, or set data.drop_last=false"
         raise DataError(
-            f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
+            f"{number_of(length, 'sample', 'does', 'do')} not fill one batch of {global_batch}",
+            where="data.drop_last",
+            remedy=remedy,
         )
     lengths = _sample_lengths(data, "Task.train_data")
     if config.data.group_by_length and lengths is None:
@@ -101,7 +103,8 @@ def grouping(plan: StepPlan) -> list[str]:
     lines = [f"data.group_by_length={count}: windows of {count} batches are sorted by the length of their samples"]
     if count >= batches:
         lines.append(
-            f"  a window holds the whole epoch ({batches} batches), so every epoch has almost the same batches; "
+            f"  a window holds the whole epoch ({number_of(batches, 'batch')}), so every epoch has almost the "
+            "same batches; "
             f"data.group_by_length={max(1, batches // 4)} makes four windows"
         )
     return lines
@@ -229,10 +232,15 @@ def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[st
     others = {rank: gathered[rank] for rank in world.nodes.first_ranks if gathered[rank] != first}
     if others:
         counts = {names[rank]: found["samples"] for rank, found in others.items()}
-        differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
+        differ = [
+            f"{number_of(count, 'sample')} on node {name}"
+            for name, count in counts.items()
+            if count != first["samples"]
+        ]
         what = "; ".join(differ) or f"different samples on node {', '.join(counts)}"
         raise UsageError(
-            f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
+            f"the nodes have different training data: {number_of(first['samples'], 'sample')} on node "
+            f"{names[0]}, {what}",
             where="data.train",
             remedy="give all nodes the same data under this path, or put the data on a shared disk",
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
-from lockstep.core.errors import TrainingError, UsageError
+from lockstep.core.errors import TrainingError, UsageError, number_of
 from lockstep.core.history import MetricHistory, result_name
 
 if TYPE_CHECKING:
@@ -220,7 +220,10 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
     """
     for group in optimizer.param_groups:
         if "base_lr" not in group:
-            what = f"a group of {len(group['params'])} parameters was added to the optimizer after it was made"
+            what = (
+                f"a group of {number_of(len(group['params']), 'parameter')} was added to the optimizer "
+                "after it was made"
+            )
             remedy = "let Task.model make all parameters, and optim.groups or Task.optimizer their groups"
             raise TrainingError(what, where="optim", remedy=remedy)
         group["lr"] = group["base_lr"] * factor

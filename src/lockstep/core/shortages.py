@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.core import this_process
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import LockstepError, number_of
 
 _OTHER_FILES, _MANY_FILES = 128, 1 << 14  # of a rank besides its connections; a limit that seldom hinders
 _SHARED = Path("/dev/shm")
@@ -75,7 +75,7 @@ def allow_open_files(ranks: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < needed:
-        raise of_open_files(f"{ranks} ranks need about {needed} open files", needed)
+        raise of_open_files(f"{number_of(ranks, 'rank', 'needs', 'need')} about {needed} open files", needed)
 
 
 def of_open_files(what: str = "too many open files", needed: int = 4096) -> ShortageError:
@@ -107,7 +107,7 @@ def of_shared_memory() -> ShortageError:
 
 
 ROOM_FOR_BATCHES = (
-    "make it larger (docker run --shm-size=8g; lockstep launch kubernetes --shm 8Gi; mount -o remount,size=8G "
+    "make it larger (docker run --shm-size=8g; lockstep launch kubernetes kubernetes.shm=8Gi; mount -o remount,size=8G "
     "/dev/shm), or lower data.workers; data.workers=0 needs none"
 )
 """The remedy if /dev/shm is too small."""

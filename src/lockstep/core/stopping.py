@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
+from lockstep.core.errors import number_of
 from lockstep.core.history import MetricHistory, result_name
 
 
@@ -54,7 +55,7 @@ class StopRule(Section):
                 shown = f"{sign * best:.6g}" if math.isfinite(best) else "no number"
                 shown += f" (step {steps[first]})" if steps and math.isfinite(best) else ""
                 return (
-                    f"{self.metric} has not improved on {shown} for {since} evaluation{'s' * (since > 1)} "
+                    f"{self.metric} has not improved on {shown} for {number_of(since, 'evaluation')} "
                     f"(train.stop_when.patience={self.patience})"
                 )
         return ""

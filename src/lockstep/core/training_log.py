@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.core.errors import number_of
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.log_window import LogWindow
 from lockstep.core.step import StepResult, TrainState
@@ -85,5 +86,5 @@ def _idle_warning(results: Sequence[StepResult]) -> list[str]:
         return []
     causes = [f"{overflowed} gradients overflowed in fp16"] if overflowed else []
     without_units = len(results) - overflowed
-    causes += [f"{without_units} global batches had no valid unit"] if without_units else []
+    causes += [f"{number_of(without_units, 'global batch')} had no valid unit"] if without_units else []
     return [f"warning: the last {len(results)} steps changed no weight: {', '.join(causes)}"]

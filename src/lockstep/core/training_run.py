@@ -14,7 +14,7 @@ from lockstep.core.checkpoint import choice
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.data.data_check import check_data
 from lockstep.core.data.workers import print_warning
-from lockstep.core.errors import CheckpointError, Preempted
+from lockstep.core.errors import CheckpointError, Preempted, number_of
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.log_window import LogWindow
@@ -243,7 +243,7 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
         key = "train.stop_when" if run.stopping.reason() else "train.max_time" if run.stopping.time_is_up(0.0) else ""
     done = f"{run.folder} is complete at step {run.state.step}: "
     if run.state.step > run.stop:
-        done = f"{run.folder} is at step {run.state.step}, and {key} asks for {run.stop} steps: "
+        done = f"{run.folder} is at step {run.state.step}, and {key} asks for {number_of(run.stop, 'step')}: "
     if not key and parts.ended:
         name, reason = parts.ended
         done += f"{name}: {reason}. Leave this Part out to continue"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.core import devices
 from lockstep.core.data.tensors import map_tensors
+from lockstep.core.errors import number_of
 from lockstep.core.parallel.world import World
 
 Mistakes = Callable[[Any, Any], Tensor | None]
@@ -98,5 +99,7 @@ def _checked(numbers: Any, count: int) -> list[float]:
     """
     if not isinstance(numbers, Tensor) or numbers.shape != (count,):
         what = f"a tensor of shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else type(numbers).__name__
-        raise ValueError(f"it returned {what} for {count} samples; it must be a tensor of shape ({count},)")
+        raise ValueError(
+            f"it returned {what} for {number_of(count, 'sample')}; it must be a tensor of shape ({count},)"
+        )
     return [math.inf if math.isnan(number) else number for number in numbers.detach().tolist()]

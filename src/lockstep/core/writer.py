@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import atomic
+from lockstep.core.errors import number_of
 
 FOLDER = "trackers"
 """In the run directory: the ids of the run in trackers, what their libraries print, and their files."""
@@ -42,8 +43,8 @@ class RunInfo:
     def ranks(self) -> str:
         """The ranks in words: "2 ranks", or "8 virtual ranks on 2 ranks"."""
         virtual = self.config.get("parallel", {}).get("virtual_ranks")
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return ranks if virtual is None else f"{virtual} virtual rank{'s' * (virtual > 1)} on {ranks}"
+        ranks = number_of(self.world_size, "rank")
+        return ranks if virtual is None else f"{number_of(virtual, 'virtual rank')} on {ranks}"
 
     def flat_config(self) -> dict[str, Any]:
         """The whole config by dotted path, such as `optim.lr`. Lists stay lists."""

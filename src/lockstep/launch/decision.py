@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.core.errors import LockstepError, Preempted, RankError
 
-NOT_BEGUN = "stopped before training began; nothing was lost"
+NOT_BEGUN = str(Preempted.before_training())
 NO_MEMORY = "the system probably ran out of memory: lower batch.micro or the number of ranks"
 _SAME_STEP, _SAME_STEP_KILLED = 2, 5
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.core.errors import number_of
 from lockstep.core.parallel import torch_internals
 
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
@@ -91,7 +92,7 @@ def differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
             behind.setdefault(entry["number"], []).append(rank)
     ahead = [rank for rank, entry in last.items() if entry["number"] == newest]
     lines = [
-        f"{_ranks(ranks)} made only {number} collectives, and {_ranks(ahead)} made {newest}: "
+        f"{_ranks(ranks)} made only {number_of(number, 'collective')}, and {_ranks(ahead)} made {newest}: "
         f"{_ranks(ranks)} did not reach {last[ahead[0]]['name']} {newest}"
         for number, ranks in behind.items()
     ]

@@ -223,7 +223,7 @@ class Forwarding:
         if self.folder is not None:
             self._tell_ranks(self.asked_by)
         elif not self.defers:
-            raise Preempted(f"stopped by {self.asked_by} before training began; nothing was lost")
+            raise Preempted.before_training(self.asked_by)
 
     def check(self) -> None:
         """Raises Preempted if this process was asked to stop. Call it between two starts."""

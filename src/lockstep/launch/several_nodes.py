@@ -31,7 +31,7 @@ from dataclasses import asdict, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep.core.errors import Preempted, RankError, WatchError
+from lockstep.core.errors import Preempted, RankError, WatchError, number_of
 from lockstep.core.parallel.launched import LOST_NODE
 from lockstep.core.parallel.nodes import NODE
 from lockstep.launch.decision import Action, Decision, Ending, StartHistory, decide
@@ -386,4 +386,4 @@ def _words(members: Sequence[Member]) -> str:
         parts.append(f"{member.name} ({member.address}, {ranks})")
         first = last + 1
     more = [f"{len(members) - 8} more"] if len(members) > 8 else []
-    return f"{len(members)} node{'s' * (len(members) > 1)}: {', '.join(parts + more)}"
+    return f"{number_of(len(members), 'node')}: {', '.join(parts + more)}"

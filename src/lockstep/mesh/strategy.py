@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.core.errors import TrainingError
+from lockstep.core.errors import TrainingError, number_of
 from lockstep.core.parallel.fsdp import FSDP, make_mesh, shard_size
 from lockstep.core.parallel.gradients import is_cut
 from lockstep.core.parallel.options import ParallelConfig
@@ -96,7 +96,7 @@ class MeshFSDP(FSDP):
         for name, parameter in model.named_parameters():
             vars(parameter).update(attributes[name])  # set by a model; torch makes new objects
         count = sum(style in plans.CUT for style in plan.styles.values())
-        self._messages += [f"  {count} layers are sharded over each tensor group", *plan.notes]
+        self._messages += [f"  {number_of(count, 'layer', 'is', 'are')} sharded over each tensor group", *plan.notes]
         if forward.tensor_plan() is not None:
             self._messages.append("  note: nothing here checks Task.tensor_plan; a wrong one trains a different model")
             self._messages.append("  lockstep verify --checks strategies shows with a small model whether it fits")
@@ -177,5 +177,5 @@ def table(shape: dict[str, int]) -> list[str]:
         ranks = " ".join(f"{rank:>4}" for rank in range(group * tensor, (group + 1) * tensor))
         lines.append(f"  replicate {group // shards:>3}, shard {group % shards:>3}: ranks {ranks}")
     if replicas * shards > _ROWS_SHOWN:
-        lines.append(f"  ... and {replicas * shards - _ROWS_SHOWN} more tensor groups")
+        lines.append(f"  ... and {number_of(replicas * shards - _ROWS_SHOWN, 'more tensor group')}")
     return lines

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.checkpoint import manifest
+from lockstep.core.errors import number_of
 from lockstep.parts.entry_line import results_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
     trained = duration(run.stopping.earlier_s + elapsed_s)
     count = f"{step / per_epoch:.4g}"
     epochs = f", {count} epoch{'s' * (count != '1')}" if step / per_epoch > 1e-6 else ""  # a stream may have none
-    found = [f"done: {step:,} step{'s' * (step != 1)}{epochs}, in {trained}{speed}"]
+    found = [f"done: {number_of(step, 'step')}{epochs}, in {trained}{speed}"]
     evaluations = _evaluations(run_dir / "metrics.jsonl")
     last = {name: value for name, value in latest.items() if name.startswith("eval/")}
     evaluations = evaluations or ([(step, last)] if last else [])

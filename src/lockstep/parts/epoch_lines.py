@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.data.order import StepPlan
+from lockstep.core.errors import number_of
 from lockstep.core.loop import Intervals
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
@@ -95,7 +96,7 @@ class EpochLines(BuiltInPart):
         steps, trained = training.window.epoch_results()
         if trained:
             whole = steps == training.step - epoch * self.plan.steps_per_epoch
-            which = "" if whole else f" (of the last {steps} steps)"
+            which = "" if whole else f" (of the last {number_of(steps, 'step')})"
             shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
             parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
         shown = {name: value for name, value in results.items() if not name.endswith(_COUNTS) and "/loss/" not in name}
@@ -124,7 +125,8 @@ def _new_parameters(state: TrainState, done: int) -> str:
     training = [one for one in state.forward.parameters() if one.requires_grad or id(one) in new]
     everything = sum(parameter.numel() for parameter in state.forward.parameters())
     return (
-        f"from step {done + 1} on, {sum(one.numel() for one in parameters):,} more parameters train "
+        f"from step {done + 1} on, "
+        f"{number_of(sum(one.numel() for one in parameters), 'more parameter', 'trains', 'train')} "
         f"({', '.join(patterns)}): {', '.join(groups)}; "
         f"{sum(one.numel() for one in training):,} of {everything:,} parameters train now"
     )

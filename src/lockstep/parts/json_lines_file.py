@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import atomic
+from lockstep.core.errors import number_of
 from lockstep.parts.plain import dumps
 
 
@@ -37,8 +38,8 @@ class JsonLinesFile:
         """The lines to keep, until the others are dropped. None: all."""
         if damaged := steps.count(None):
             self.note = (
-                f"{path.name}: {damaged} of {len(lines)} lines are damaged (by a power cut or a full disk?) "
-                "and are dropped"
+                f"{path.name}: {damaged} of {number_of(len(lines), 'line')} damaged (by a power cut or a full disk?) "
+                "and dropped"
             )
 
     def _drop(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.errors import number_of
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -23,7 +25,7 @@ def model_summary(
         sharded_over: number of ranks that the parameters are sharded over; None: they are not sharded.
         blocks: names of the modules that are sharded separately.
     """
-    lines = [f"{type(model).__name__}: {_count(model.parameters()):,} parameters"]
+    lines = [f"{type(model).__name__}: {number_of(_count(model.parameters()), 'parameter')}"]
     for group in optimizer.param_groups:
         total, trained = _count(group["params"]), _count(p for p in group["params"] if p.requires_grad)
         frozen = f", {total - trained:,} frozen" if total > trained else ""
@@ -35,7 +37,7 @@ def model_summary(
     if sharded_over is not None:
         names = ", ".join(blocks[:3]) + (f", ..., {blocks[-1]}" if len(blocks) > 3 else "")
         units = (
-            f"{len(blocks)} blocks separately ({names})"
+            f"{number_of(len(blocks), 'block')} separately ({names})"
             if blocks
             else "as a whole: the model has no repeated blocks; see parallel.shard_modules"
         )
@@ -48,8 +50,8 @@ def idle_ranks_warning(global_batch: int, ranks: int) -> list[str]:
     if global_batch >= ranks:
         return []
     return [
-        f"warning: batch.global={global_batch} is less than the {ranks} ranks: {ranks - global_batch} of them get no "
-        f"sample in any step; start at most {global_batch} ranks, or raise batch.global"
+        f"warning: batch.global={global_batch} is less than the {ranks} ranks: a step has no sample for "
+        f"{ranks - global_batch} of them; start at most {number_of(global_batch, 'rank')}, or raise batch.global"
     ]
 
 
@@ -80,6 +82,6 @@ def warm_up_warning(schedule: Schedule, last_step: int, warmup_share: float | No
         return []
     key = f"warmup_steps={schedule.warmup}" if warmup_share is None else f"warmup_share={warmup_share}"
     return [
-        f"warning: schedule.{key} lasts for all {steps} steps: "
+        f"warning: schedule.{key} lasts for the whole training of {number_of(steps, 'step')}: "
         f"the learning rate only rises, to {schedule(steps - 1):.3g} of optim.lr"
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core import run_folder
+from lockstep.core.errors import number_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,8 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     lines = [
-        f"{type(model).__name__}: {sum(p.numel() for p in parameters):,} parameters, {trained:,} of them trainable"
+        f"{type(model).__name__}: {number_of(sum(p.numel() for p in parameters), 'parameter')}, {trained:,} of "
+        "them trainable"
     ]
     if found is not None:
         total = found.flops.get("", max(found.flops.values(), default=0))

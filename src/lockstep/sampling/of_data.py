@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Sampler, Subset
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.dataset import LABELS, member_of
 from lockstep.core.data.order import Order, StepPlan
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep.sampling.checked import CheckedOrder
 from lockstep.sampling.weighted import WeightedSampler, checked_weights
 from lockstep.streams.stream import Stream
@@ -59,7 +59,7 @@ def order_of(config: RunConfig, data: Any) -> Order | None:
     if not isinstance(own, WeightedSampler):
         name = f"order of the data set, {type(own).__name__}"
     elif len(own.weights) != samples:
-        what = f"there are {len(own.weights):,} weights, but {samples:,} samples"
+        what = f"there are {number_of(len(own.weights), 'weight')}, but {number_of(samples, 'sample')}"
         raise DataError(what, where="the training data", remedy="give one weight for each sample")
     order = CheckedOrder(own, samples, name)
     order.check(config.seed)

@@ -16,7 +16,7 @@ from lockstep.core.checkpoint import nested
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_all
-from lockstep.core.errors import DataError, LockstepError, TrainingError, UsageError, frame_of_task
+from lockstep.core.errors import DataError, LockstepError, TrainingError, UsageError, frame_of_task, number_of
 from lockstep.streams.torch_private import outside_workers
 
 WHERE = "the stream of the training data"
@@ -157,7 +157,7 @@ class Reader:
                 self._end_pass()
                 continue
             if self.within == self.length:
-                raise self._wrong_length(f"more than {self.length:,}")
+                raise self._wrong_length(f"more than {number_of(self.length, 'sample')}")
             if not self._is_expected(sample):
                 continue
             if marks:
@@ -179,14 +179,14 @@ class Reader:
 
     def _end_pass(self) -> None:
         if self.within != self.length and (self.length is not None or not self.within):
-            raise self._wrong_length(f"{self.within:,}" if self.within else "no")
+            raise self._wrong_length(number_of(self.within, "sample") if self.within else "no samples")
         self.number, self.within = self.number + 1, 0
         self._begin_pass()
 
     def _wrong_length(self, found: str) -> DataError:
         said = "" if self.length is None else f", but its length is given as {self.length:,}"
-        what = f"pass {self.number + 1} has {found} samples{said}"
-        remedy = "give an iterable that restarts with each iter()" if found == "no" else "correct `length`"
+        what = f"pass {self.number + 1} has {found}{said}"
+        remedy = "give an iterable that restarts with each iter()" if found == "no samples" else "correct `length`"
         return DataError(what, where=WHERE, remedy=f"{remedy}, or remove `length` and set train.steps")
 
     def _is_expected(self, sample: Any) -> bool:
@@ -205,7 +205,7 @@ class Reader:
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:
             text = f"note: a saved state of the stream does not lead to {at}, where it was saved (a buffer that is not"
-            text += f" part of the state?); {self.within:,} samples of this pass are read again"
+            text += f" part of the state?); this start reads {number_of(self.within, 'sample')} of this pass again"
             print(text, file=sys.stderr, flush=True)
         without = Mark(known.position, known.number, known.within, None, known.digest)
         self.marks = [without if mark is known else mark for mark in self.marks]

@@ -14,7 +14,7 @@ from lockstep.core.build import Run
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.order import Indices
 from lockstep.core.data.randomness import restored_generators
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.part import Part, Training
 from lockstep.streams.reader import Mark, Reader, has_state
 
@@ -134,7 +134,7 @@ class Stream(Dataset[Any]):
 
     def lines(self) -> list[str]:
         """Lines for the head of the log."""
-        epochs = "no epochs" if self.length is None else f"an epoch is a pass of {self.length:,} samples"
+        epochs = "no epochs" if self.length is None else f"an epoch is a pass of {number_of(self.length, 'sample')}"
         resume = "a resumed run reads from the last state before its position"
         if not has_state(self.reader.source):
             resume = "without state_dict and load_state_dict, a resumed run reads the pass again from its "

@@ -12,7 +12,7 @@ from lockstep.core import atomic, run_folder
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import manifest
 from lockstep.core.config.sections import RunConfig, config_digest
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.parallel import equal_bits
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
@@ -113,7 +113,7 @@ def differences(folder: Path, task: Task, config: RunConfig, world: World) -> li
     if world.rank:
         return []
     ranks = run_folder.recorded(folder).get("world", world.size)
-    then = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    then = number_of(ranks, "rank")
     text = f"note: the run was trained on {then}, where random numbers of a forward pass, such as dropout, differ: "
     text += f"--nproc {ranks} gives the numbers of the log"
     differs = ranks != world.size and world.virtual_ranks is None

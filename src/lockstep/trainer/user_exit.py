@@ -27,6 +27,7 @@ from lockstep.core.parallel.world import World
 _LEAVE_S = 30.0
 """So long a rank that has left its loop waits for the others."""
 _open: list[Exit] = []
+_is_fresh = False
 
 
 class Exit:
@@ -59,7 +60,7 @@ class Exit:
                 report_failure(found, str(found))
                 if this_process.is_first():
                     said = "" if found.is_in_log and not self._quiet else f"{found}; "
-                    print(f"{said}run the same command again to resume", file=sys.stderr, flush=True)
+                    print(f"{said}{found.remedy}", file=sys.stderr, flush=True)
                 raise SystemExit(found.exit_code) from None
             if found is error:
                 raise
@@ -103,8 +104,15 @@ def fail_open(error: BaseException) -> BaseException:
     return error
 
 
-def run_script(arguments: Sequence[str]) -> None:
+def is_fresh() -> bool:
+    """True if the command that runs the script asks its loops to delete their earlier runs."""
+    return _is_fresh
+
+
+def run_script(arguments: Sequence[str], *, fresh: bool = False) -> None:
     """Run a script as `python SCRIPT ARGS` does. An error of it ends its loops, so that other ranks learn of it."""
+    global _is_fresh
+    _is_fresh = fresh
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     try:

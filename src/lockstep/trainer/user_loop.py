@@ -160,7 +160,13 @@ class Loop:
         """The last value of everything logged, when the loop has ended."""
         folder = Path(run_dir) if run_dir is not None else Path("runs") / parsed.name
         setup = assemble.Setup(
-            parsed, folder, fresh, caller.keys_of(allow_change), quiet, parts=(*parts, self._kept), by_loop=True
+            parsed,
+            folder,
+            fresh or user_exit.is_fresh(),
+            caller.keys_of(allow_change),
+            quiet,
+            parts=(*parts, self._kept),
+            by_loop=True,
         )
         user_exit.close_open()
         self._exit = user_exit.Exit(self._leave, quiet=quiet)

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lockstep.core.data.loader import MicroBatch, one_ahead
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_forward
-from lockstep.core.errors import TrainingError
+from lockstep.core.errors import TrainingError, number_of
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import leaves
@@ -203,7 +203,7 @@ def _rows(embedded: Any, count: int) -> tuple[list[Tensor], TreeSpec]:
             raise TrainingError("it returned complex numbers", where="Task.embed", remedy=remedy)
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != count:
             raise TrainingError(
-                f"it returned {what} for a batch of {count} samples",
+                f"it returned {what} for a batch of {number_of(count, 'sample')}",
                 where="Task.embed",
                 remedy="return tensors whose first dimension is the batch, or dicts, tuples and lists of them",
             )

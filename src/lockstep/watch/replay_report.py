@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.core import devices
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.evaluate import combine
 from lockstep.parts.digest import Digest
 from lockstep.watch import replay, shares
@@ -94,7 +94,9 @@ def make(
     if wants.rank is not None and wants.rank >= ranks_then:
         remedy = "ranks are counted from 0; --ranks is the number that trained, by default as many as now"
         raise UsageError(
-            f"there is no rank {wants.rank} among {ranks_then} ranks", where=f"--rank {wants.rank}", remedy=remedy
+            f"there is no rank {wants.rank} among {number_of(ranks_then, 'rank')}",
+            where=f"--rank {wants.rank}",
+            remedy=remedy,
         )
     count = run.world.virtual_ranks
     if wants.rank is not None and count is not None and ranks_then > count:
@@ -108,8 +110,8 @@ def make(
     report.coefficients = dict(run.state.coefficients)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
-    steps = "1 step" if count == 1 else f"{count} steps"
-    ranks = "1 rank" if run.world.size == 1 else f"{run.world.size} ranks"
+    steps = number_of(count, "step")
+    ranks = number_of(run.world.size, "rank")
     tell(f"repeating {steps} of {run.folder}, from {where}, on {ranks}")
 
     @contextlib.contextmanager
@@ -209,7 +211,7 @@ def text(report: ReplayReport) -> str:
     """The report for a terminal."""
     lines = ["    step     epoch          units              loss         grad norm           lr"]
     if len(report.steps) > _SHOWN:
-        lines.append(f"     ...  {len(report.steps) - _SHOWN} earlier steps")
+        lines.append(f"     ...  {number_of(len(report.steps) - _SHOWN, 'earlier step')}")
     for one in report.steps[-_SHOWN:]:
         units = max(one.units.values(), default=0.0)
         norm = "none" if one.grad_norm is None else f"{one.grad_norm:.9g}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.core.build import Run
+from lockstep.core.errors import number_of
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
 from lockstep.parts.digest import digests
@@ -47,7 +48,7 @@ class Replicas:
         by_rank = world.broadcast(world.gather(held))
         found = differing(by_rank)
         first = found[0]
-        more = f", and in {len(found) - 1} more tensors" if len(found) > 1 else ""
+        more = f", and in {number_of(len(found) - 1, 'more tensor')}" if len(found) > 1 else ""
         shards = [next(iter(of.values()))[0] for of in by_rank]
         values = {rank: tuple(sorted(of.items())) for rank, of in enumerate(by_rank)}
         folded = [(hash(values[rank]), 0) for rank in range(world.size)]

@@ -11,7 +11,7 @@ from lockstep.core import run_folder
 from lockstep.core.build import Beginning
 from lockstep.core.checkpoint import choice
 from lockstep.core.config.sections import TrainConfig
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.weights import first_weights, torch_file, torch_optimizer
@@ -63,7 +63,10 @@ class InitFrom(Beginning):
                 if train.init_skip:
                     raise torch_optimizer.NotTaken("train.init_skip excludes some of its weights")
                 count = torch_optimizer.load(file.optimizer, model, optimizer, saved_class=file.optimizer_class)
-                texts.append(f"the state of {kind} is loaded for {count} parameters; its settings come from the config")
+                texts.append(
+                    f"the state of {kind} is loaded for {number_of(count, 'parameter')}; its settings come from "
+                    "the config"
+                )
             except torch_optimizer.NotTaken as error:
                 texts.append(f"the optimizer's state is not loaded: {error}")
         if file.scaler is not None:

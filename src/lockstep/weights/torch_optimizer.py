@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.checkpoint import finite, state
+from lockstep.core.errors import number_of
 from lockstep.core.optimizer_class import Optimizers
 from lockstep.weights.torch_file import unwrapped
 
@@ -128,7 +129,9 @@ def _names(
             raise NotTaken(f"its {len(groups)} groups do not list their parameters by name")
         ordered = [by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     if len(keys) != len(ordered):
-        raise NotTaken(f"it has {len(keys)} parameters, but the model has {len(own)} ({len(trainable)} trainable)")
+        raise NotTaken(
+            f"it has {number_of(len(keys), 'parameter')}, but the model has {len(own)} ({len(trainable)} trainable)"
+        )
     return dict(zip(keys, ordered, strict=True))
 
 

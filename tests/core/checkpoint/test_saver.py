@@ -372,7 +372,7 @@ def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(
     assert cases.same(read(found), state(1))
     with pytest.raises(
         CheckpointError,
-        match="1 checkpoints could not be written, the newest is of step 1; the first: the checkpoint of step 2",
+        match="1 checkpoint could not be written, the newest is of step 1; the first: the checkpoint of step 2",
     ) as caught:
         saver.finish()
     assert caught.value.exit_code == 1

@@ -352,7 +352,7 @@ def test_signal_while_the_command_line_is_imported_is_understood(child, number, 
     assert errors == (
         ""
         if rank
-        else f"stopped by {number.name} before training began; nothing was lost; the same command resumes from there\n"
+        else f"stopped by {number.name} before training began; nothing was lost; the same command starts again\n"
     )
 
 

@@ -37,9 +37,11 @@ def tool(tmp_path):
     return put
 
 
-@pytest.mark.parametrize("arguments", [SLURM, KUBERNETES, (*KUBERNETES, "--kind", "PyTorchJob")])
-def test_the_text_is_shown_and_written(call, tmp_path, arguments):
-    done = call(*arguments, "digits", "optim.lr=1e-3")
+@pytest.mark.parametrize(
+    ("arguments", "keys"), [(SLURM, []), (KUBERNETES, []), (KUBERNETES, ["kubernetes.kind=PyTorchJob"])]
+)
+def test_the_text_is_shown_and_written(call, tmp_path, arguments, keys):
+    done = call(*arguments, "digits", "optim.lr=1e-3", *keys)
     assert done.exit_code == 0, done.output
     (written,) = [path for path in tmp_path.iterdir() if path.name.startswith("digits.")]
     assert done.stdout == written.read_text()
@@ -76,16 +78,20 @@ def test_a_scheduler_that_refuses(call, tool):
         ((*SLURM, "digits", "--preset", "nope"), "nope"),
         ((*SLURM, "digits", "--nodes", "0"), "--nodes"),
         ((*SLURM, "digits", "--time", "soon"), "'soon' is not a time limit"),
-        ((*SLURM, "digits", "--time", "1"), "--signal-before"),
-        ((*SLURM, "digits", "--sbatch", "a100"), "'a100' is not an option"),
+        ((*SLURM, "digits", "--time", "1"), "slurm.signal_before"),
+        ((*SLURM, "digits", "slurm.sbatch=a100"), "'a100' is not an option"),
+        ((*SLURM, "digits", "slurm.acount=a"), "slurm.acount: unknown key\n  remedy: did you mean slurm.account?"),
+        ((*SLURM, "digits", "slurm.account"), "write slurm.account=VALUE"),
+        ((*SLURM, "digits", "slurm.max_requeues=-1"), "slurm.max_requeues: '-1': Input should be greater"),
+        ((*SLURM, "digits", "--account", "vision"), "remedy: write slurm.account=vision"),
         ((*SLURM, "digits", "--gpus-per-node", "0"), "give --nproc N"),
         ((*SLURM, "digits", "--nproc", "5"), "5 ranks share 4 GPUs"),
         ((*SLURM, "digits", "--env", "NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE is not set here"),
         ((*SLURM, "digits", "--submit"), "the command 'sbatch' is missing"),
         ((*SLURM, "digits", "--output", "mine.py"), "mine.py: exists"),
         ((*KUBERNETES, "digits", "--apply"), "the command 'kubectl' is missing"),
-        ((*KUBERNETES, "digits", "--memory", "64GB"), "'64GB' is not a quantity"),
-        ((*KUBERNETES, "digits", "--job-name", "My_Job"), "such as my-job"),
+        ((*KUBERNETES, "digits", "kubernetes.memory=64GB"), "'64GB' is not a quantity"),
+        ((*KUBERNETES, "digits", "kubernetes.job_name=My_Job"), "such as my-job"),
         ((*KUBERNETES, "digits", "--run-dir", "/home/a"), "/home/a is not on the volume"),
         ((*KUBERNETES, "digits", "--volume", "My Claim"), "--volume"),
         ((*SSH, "digits"), "the command 'ssh' is missing"),
@@ -123,7 +129,7 @@ def test_a_variable_without_a_value_stays_out_of_the_script(call, tmp_path, monk
 
 def test_cpus_for_ranks_and_workers(call):
     assert "--cpus-per-task=12\n" in call(*SLURM, "digits", "data.workers=2").stdout
-    assert "--cpus-per-task=7\n" in call(*SLURM, "digits", "--cpus-per-task", "7").stdout
+    assert "--cpus-per-task=7\n" in call(*SLURM, "digits", "slurm.cpus_per_task=7").stdout
 
 
 def test_a_run_directory_of_one_node_is_a_warning(call):
@@ -135,6 +141,13 @@ def test_a_run_directory_of_one_node_is_a_warning(call):
 def test_a_file_that_the_image_must_have(call):
     assert "the image must have mine.py" in call(*KUBERNETES, "mine.py:Mine").stderr
     assert "the image" not in call(*KUBERNETES, "digits").stderr
+
+
+def test_a_key_may_be_given_several_times(call):
+    script = call(*SLURM, "digits", "slurm.setup=first", "slurm.setup=a: second, b", "slurm.sbatch=--exclusive").stdout
+    assert "\nfirst\na: second, b\n" in script
+    assert "#SBATCH --exclusive\n" in script
+    assert "slurm." not in script.partition("set -u")[2]
 
 
 @pytest.mark.parametrize("command", ["slurm", "kubernetes", "ssh"])
@@ -150,9 +163,9 @@ def test_the_commands_load_no_torch():
 
 
 def test_the_script_in_the_documentation_is_what_the_command_writes(call):
-    options = ("--nodes", "4", "--gpus-per-node", "8", "--time", "04:00:00", "--account", "vision")
-    places = ("--directory", "/scratch/me", "--python", "/scratch/me/.venv/bin/python")
-    done = call("slurm", "imagenet", *options, "--setup", "module load cuda/12.8", *places)
+    options = ("--nodes", "4", "--gpus-per-node", "8", "--time", "04:00:00", "slurm.account=vision")
+    places = ("slurm.directory=/scratch/me", "slurm.python=/scratch/me/.venv/bin/python")
+    done = call("slurm", "imagenet", *options, "slurm.setup=module load cuda/12.8", *places)
     page = (ROOT / "docs" / "cluster.md").read_text()
     shown = page.partition("```bash\n")[2].partition("```")[0].splitlines()
     written = done.stdout.splitlines()

@@ -67,7 +67,7 @@ class Slurm:
             time.sleep(2)
 
     def submit(self, name, *options, time="10"):
-        run = ("--nodes", "2", "--gpus-per-node", "0", "--nproc", "1", "--time", time, "--job-name", name)
+        run = ("--nodes", "2", "--gpus-per-node", "0", "--nproc", "1", "--time", time, f"slurm.job_name={name}")
         command = (sys.executable, "-m", "lockstep", "launch", "slurm", *TRAINING, *run, "--run-dir", f"runs/{name}")
         said = self.call(*command, "--submit", *options)
         return Job(self, re.search(r"Submitted batch job (\d+)", said)[1], name)
@@ -167,7 +167,7 @@ def test_the_same_weights_as_on_one_node(slurm, reference):
 
 
 def test_time_limit(slurm, reference):
-    job = slurm.submit("time_limit", "--signal-before", "80", time="2")
+    job = slurm.submit("time_limit", "slurm.signal_before=80", time="2")
     goes_on(job, reference)
     assert re.search(r"stopped at step-\d+; job \d+ is queued again", job.output)
 

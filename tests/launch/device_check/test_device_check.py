@@ -135,7 +135,7 @@ def test_memory_whose_bit_sticks_is_found():
     blocks = [torch.zeros(memory._BLOCK, dtype=torch.int64)]
     assert memory._first_wrong(blocks, 0) is None
     blocks[0][100] = 1 << 3
-    assert memory._first_wrong(blocks, 0) == "1 words of 8 bytes are wrong: byte 800 and the next 7 differ in 1 bits"
+    assert memory._first_wrong(blocks, 0) == "1 wrong word of 8 bytes: byte 800 and the next 7 differ in 1 bit"
 
 
 def messages(_):

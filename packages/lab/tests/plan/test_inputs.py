@@ -18,7 +18,7 @@ def test_sizes_and_bandwidths():
         inputs.size("80", "--gpu-memory")
     for text in ("fast", "50", "0GB/s"):
         with pytest.raises(UsageError, match="is not a bandwidth"):
-            inputs.bandwidth(text, "--link-bandwidth")
+            inputs.bandwidth(text, "plan.link_bandwidth")
 
 
 def test_a_known_gpu_brings_memory_throughput_and_its_link():

@@ -220,7 +220,7 @@ def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     assert "not known" in said
     assert "memory by max_memory_allocated" in said
     # 16 samples of 10^12 operations in 0.05 s
-    assert "320 x 10^12 operations per second, 32% of its peak: --utilisation 0.32" in said
+    assert "320 x 10^12 operations per second, 32% of its peak: plan.utilisation=0.32" in said
     part_of_a_gpu = dataclasses.replace(FOUND, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert setting_of(settings, part_of_a_gpu, 0.4).world.peak_flops is None
 

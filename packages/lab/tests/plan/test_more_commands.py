@@ -1,4 +1,4 @@
-"""The options of `lockstep plan` besides the plan itself: --advise, --chart, --watts and --price-per-gpu-hour."""
+"""The options of `lockstep plan` besides the plan itself: --advise, --chart, and the rates of GPUs."""
 
 import json
 from xml.etree import ElementTree
@@ -37,11 +37,11 @@ def test_advice(call, tmp_path):
         (["--advise", "nowhere"], "no such folder"),
         (["--advise", "nowhere", "--gpu", "H100"], "--advise with --gpu"),
         (["--advise", "nowhere", "--json", "none/advice.json"], "none/advice.json"),
-        (["digits", "--measure", "--link-bandwidth", "5GB/s"], "--measure with --link-bandwidth"),
+        (["digits", "--measure", "plan.link_bandwidth=5GB/s"], "--measure with plan.link_bandwidth"),
         (["digits", "--advise", "nowhere"], "takes no target"),
         ([], "neither what would be trained nor which run"),
         (["digits", "--gpu", "H100", "--chart", "plan.png"], "is not the name of an SVG file"),
-        (["digits", "--gpu", "H100", "--watts", "0"], "is not above 0"),
+        (["digits", "--gpu", "H100", "plan.watts=0"], "is not above 0"),
         (["digits", "--measure", "--nproc", "none"], "--nproc"),
         (["digits", "--measure", "--gpu", "H100"], "measures on this machine"),
         (["digits", "--measure", "--precision", "bf16"], "write precision=bf16"),
@@ -49,7 +49,10 @@ def test_advice(call, tmp_path):
         (["digits", "--gpu", "H100", "--chart", "none/plan.svg"], "there is no such folder"),
         (["digits", "--gpu", "H100", "--json", "none/plan.json"], "there is no such folder"),
         (["digits", "--gpu-memory", "80"], "80 bytes"),
-        (["digits", "--gpu", "H100", "--failures-per-gpu-year", "nan", "--save-seconds", "3"], "must be finite"),
+        (
+            ["digits", "--gpu", "H100", "plan.failures_per_gpu_year=nan", "plan.save_seconds=3"],
+            "should be a finite number",
+        ),
         (["digits", "--gpu", "H100", "--nproc", "2"], "has no meaning without --measure"),
     ],
 )
@@ -60,7 +63,7 @@ def test_wrong_usage(call, arguments, said):
 
 
 def test_chart_energy_and_price(call, tmp_path):
-    options = ["--gpus", 2, "--gpu", "H100", "--chart", "plan.svg", "--watts", 700, "--price-per-gpu-hour", 2]
+    options = ["--gpus", 2, "--gpu", "H100", "--chart", "plan.svg", "plan.watts=700", "plan.price_per_gpu_hour=2"]
     done = call(SMALL, *options, "--json", "plan.json")
     assert done.exit_code == 0, done.output
     assert "energy and price" in done.stdout
@@ -72,4 +75,4 @@ def test_chart_energy_and_price(call, tmp_path):
             assert epoch["kilowatt_hours"] == pytest.approx(0.7 * hours)
             assert epoch["price"] == pytest.approx(2 * hours)
     # Without the GPU's name the time is not known.
-    assert "are unknown, because the time is" in call(SMALL, "--gpu-memory", "80GB", "--watts", 700).stdout
+    assert "are unknown, because the time is" in call(SMALL, "--gpu-memory", "80GB", "plan.watts=700").stdout

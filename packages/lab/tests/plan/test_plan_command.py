@@ -58,8 +58,8 @@ def test_a_recipe_with_data_in_the_package():
 
 def test_a_users_task_as_json(tmp_path):
     (tmp_path / "mine.py").write_text(TASK)
-    arguments = ["--gpus", "16", "--gpu-memory", "1GB", "--json", "-", "--failures-per-gpu-year", "1"]
-    result = plan(f"{tmp_path / 'mine.py'}:Mine", "task.width=16", *arguments, "--save-seconds", "10")
+    arguments = ["--gpus", "16", "--gpu-memory", "1GB", "--json", "-", "plan.failures_per_gpu_year=1"]
+    result = plan(f"{tmp_path / 'mine.py'}:Mine", "task.width=16", *arguments, "plan.save_seconds=10")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["model"]["parameters"] == 3 * (16 * 16 + 16)
@@ -97,12 +97,12 @@ def test_what_is_known_of_data_that_are_not_here_can_be_said():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["digits", "--samples", "9"], ["digits", "--classes", "9"], ["imagenet", "data.train=here", "--samples", "9"]],
+    [["digits", "plan.samples=9"], ["digits", "plan.classes=9"], ["imagenet", "data.train=here", "plan.samples=9"]],
 )
 def test_what_the_data_tell_is_not_said_again(arguments):
     result = plan(*arguments, "--gpus", "2", "--gpu-memory", "1GB")
     assert result.exit_code == 2
-    assert f"{arguments[-2]}: is only for data that are not on this machine" in result.stderr
+    assert f"{arguments[-1].partition('=')[0]}: is only for data that are not on this machine" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_what_the_data_tell_is_not_said_again(arguments):
     ],
 )
 def test_classes_that_would_change_nothing_are_refused(arguments, why):
-    result = plan(*arguments, "--classes", "9", "--gpus", "2", "--gpu-memory", "1GB")
+    result = plan(*arguments, "plan.classes=9", "--gpus", "2", "--gpu-memory", "1GB")
     assert result.exit_code == 2
-    assert f"--classes 9: {why}" in result.stderr
+    assert f"plan.classes=9: {why}" in result.stderr
 
 
 @pytest.mark.exhaustive
@@ -150,7 +150,7 @@ def test_a_plan_is_written_into_a_file(tmp_path):
         (["digits"], "memory of a GPU is not given"),
         (["digits", "--gpu", "H10"], "the nearest is"),
         (["digits", "--gpu-memory", "much"], "is not a size"),
-        (["digits", "--gpu", "H100", "--save-seconds", "3"], "go together"),
+        (["digits", "--gpu", "H100", "plan.save_seconds=3"], "go together"),
         (["digits", "--gpu", "H100", "data.train=none.csv"], "none.csv"),
         (["cifar_", "--gpu", "H100"], "cifar"),
     ],

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.errors import TrainingError
+from lockstep.core.errors import TrainingError, number_of
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World
 
@@ -80,5 +80,5 @@ def refusal(grades: Grades, rank: int, step: int, kept: int | None) -> TrainingE
 def describe(grades: Grades) -> str:
     """Text on the first of these tensors, what it holds, and how many more tensors there are."""
     name, worst = next(iter(grades.items()))
-    more = f", and {len(grades) - 1} more tensors are not finite" if len(grades) > 1 else ""
+    more = f", and {number_of(len(grades) - 1, 'more tensor', 'is', 'are')} not finite" if len(grades) > 1 else ""
     return f"{name} holds {_WORDS[worst]}{more}"

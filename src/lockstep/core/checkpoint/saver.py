@@ -18,7 +18,7 @@ from lockstep.core import devices
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint.host_buffers import buffers_like
 from lockstep.core.checkpoint.retention import CheckpointConfig
-from lockstep.core.errors import CheckpointError, TrainingError
+from lockstep.core.errors import CheckpointError, TrainingError, number_of
 from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.sharded_tensor import LocalShard, local_shard, whole_rows
@@ -132,7 +132,8 @@ class Saver:
         if self.failures:
             newest = f"the newest is of step {self.saved}" if self.saved is not None else "this process wrote none"
             raise CheckpointError(
-                f"{len(self.failures)} checkpoints could not be written, {newest}; the first: {self.failures[0]}",
+                f"{number_of(len(self.failures), 'checkpoint')} could not be written, {newest}; the first: "
+                f"{self.failures[0]}",
                 where=str(self.folder),
                 remedy="free disk space or repair permissions, then run the same command",
             )

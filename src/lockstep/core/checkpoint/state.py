@@ -113,7 +113,7 @@ def check_fits(
         ):
             remedy = f"with fsdp, a buffer cannot change its shape: use parallel.strategy=ddp; or {remedy}"
         raise CheckpointError(
-            f"{len(differing)} tensors differ from the model's, first {first}: "
+            f"tensors differ from the model's ({len(differing)}), first {first}: "
             f"saved {saved.get(first)}, model {own.get(first)}",
             remedy=remedy,
         )

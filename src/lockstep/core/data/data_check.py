@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from lockstep.core.data.dataset import member_of
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep.core.parallel.world import World
 
 _SHOWN = 8
@@ -49,9 +49,9 @@ def check_data(data: Dataset[Any], world: World) -> list[str]:
         if faults:
             listed = "\n  ".join(f"{fault.where}: {fault.what}" for fault in faults)
             remedy = "repair them, or remove their rows"
-            raise DataError(f"{len(faults)} samples cannot be used:\n  {listed}", remedy=remedy)
+            raise DataError(f"{number_of(len(faults), 'sample')} cannot be used:\n  {listed}", remedy=remedy)
         remarks = [finding for _, finding in ordered if isinstance(finding, str)]
-        more = [f"and remarks about {len(remarks) - _SHOWN} more samples"] if len(remarks) > _SHOWN else []
+        more = [f"and remarks about {number_of(len(remarks) - _SHOWN, 'more sample')}"] if len(remarks) > _SHOWN else []
         return remarks[:_SHOWN] + more
 
     return world.on_rank0(merged)

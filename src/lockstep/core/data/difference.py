@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lockstep.core.errors import number_of
+
 _NUMBERS, _LETTERS, _LEAVES = 4096, 200, 64  # kept of a leaf, of a text, of a sample
 
 
@@ -50,7 +52,7 @@ def first(one: Sequence[Leaf], other: Sequence[Leaf], names: tuple[str, str]) ->
             return f"{place} is {mine.head} on {names[0]}, and {yours.head} on {names[1]}"
         return _first_number(place, (mine, yours), names)
     if len(one) != len(other):
-        return f"it has {len(one)} parts on {names[0]}, and {len(other)} on {names[1]}"
+        return f"it has {number_of(len(one), 'part')} on {names[0]}, and {len(other)} on {names[1]}"
     return f"the difference is beyond the first {_LEAVES} parts of the sample"
 
 

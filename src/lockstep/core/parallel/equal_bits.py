@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.core import devices
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.errors import UsageError, listed
+from lockstep.core.errors import UsageError, listed, number_of
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.world import World
 
@@ -61,7 +61,7 @@ def checked_count(world: World, options: ParallelConfig) -> int:
         raise UsageError(
             f"{world.size} ranks cannot share {count} virtual ranks",
             where=f"parallel.virtual_ranks={count}",
-            remedy=f"start at most {count} ranks: --nproc {count}. More virtual ranks are a new training",
+            remedy=f"start at most {number_of(count, 'rank')}: --nproc {count}. More virtual ranks are a new training",
         )
     return count
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import LockstepError, number_of
 from lockstep.core.parallel.heartbeat import Heartbeat
 
 NODE = "LOCKSTEP_NODE"
@@ -75,7 +75,7 @@ class Nodes:
                 texts.append(f"all {len(of_node)} ranks of node {self.names[first]}")
                 left = [rank for rank in left if rank not in of_node]
         texts += [self.describe([rank]) for rank in left[:_SHOWN]]
-        more = [f"{len(left) - _SHOWN} more ranks"] if len(left) > _SHOWN else []
+        more = [number_of(len(left) - _SHOWN, "more rank")] if len(left) > _SHOWN else []
         return ", ".join([*texts, *more])
 
 

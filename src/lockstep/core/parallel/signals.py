@@ -56,7 +56,7 @@ class StopFlag:
         self.note(number)
         self.is_handled = True
         if not self.saves:
-            raise Preempted(f"stopped by {self.name} before training began; nothing was lost")
+            raise Preempted.before_training(self.name)
 
     def note(self, number: int) -> bool:
         """Set the flag. True if an earlier request had set it."""
@@ -109,7 +109,7 @@ def listening() -> Iterator[StopFlag]:
     threading.Thread(target=_watch, args=(flag, reading), name="lockstep-signals", daemon=True).start()
     try:
         if Path(os.environ.get(launched.FOLDER, os.devnull), launched.STOP_FILE).exists():
-            raise Preempted(f"stopped by {flag.name} before training began; nothing was lost")
+            raise Preempted.before_training(flag.name)
         yield flag
     finally:
         signal.set_wakeup_fd(old_pipe)
@@ -148,5 +148,5 @@ def _watch(flag: StopFlag, pipe: int) -> None:
 def _end_if_stuck(flag: StopFlag) -> None:
     """End this process, if nothing is to be saved and the main thread does not come to handle the signal."""
     if flag is _active and not flag.is_handled and not flag.saves:
-        launched.tell(f"\nstopped by {flag.name} before training began; nothing was lost")
+        launched.tell(f"\n{Preempted.before_training(flag.name)}")
         os._exit(Preempted.exit_code)

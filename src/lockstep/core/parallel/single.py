@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core import devices
-from lockstep.core.errors import TrainingError, UsageError, listed
+from lockstep.core.errors import TrainingError, UsageError, listed, number_of
 from lockstep.core.parallel.buffers import ModuleBuffers, restored_state
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Forward, Losses, TrialPass, Waits
@@ -245,7 +245,7 @@ class Single:
             of_rank0 = self.world.broadcast(shapes)
             if len(of_rank0) != len(buffers):
                 raise TrainingError(
-                    f"rank {self.world.rank} has {len(buffers)} buffers, and rank 0 has {len(of_rank0)}",
+                    f"rank {self.world.rank} has {number_of(len(buffers), 'buffer')}, and rank 0 has {len(of_rank0)}",
                     where="Task.model",
                     remedy="register the same buffers on all ranks",
                 )
@@ -348,7 +348,7 @@ def check_dense(losses: Losses, names: Mapping[int, str]) -> None:
 def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:
     """The error about trainable parameters without gradient. `when` follows the number of parameters: " on 1 rank"."""
     return TrainingError(
-        f"{len(names)} trainable parameters got no gradient{when}: {listed(names)}",
+        f"{number_of(len(names), 'trainable parameter')} got no gradient{when}: {listed(names)}",
         where=where,
         remedy="use them in the loss, freeze them (requires_grad_(False)), "
         "or set parallel.find_unused_parameters=true if each batch uses different parts of the model",

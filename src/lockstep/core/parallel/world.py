@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lockstep.core import devices, shortages, this_process
-from lockstep.core.errors import LockstepError, Preempted, UsageError, described
+from lockstep.core.errors import LockstepError, Preempted, UsageError, described, number_of
 from lockstep.core.parallel import device_errors, heartbeat, torch_internals, tree, virtual
 from lockstep.core.parallel.failure import FailureBoard
 from lockstep.core.parallel.heartbeat import Heartbeat
@@ -287,15 +287,18 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
         return torch.device("cuda", 0)
     if local_size > gpus:
         raise UsageError(
-            f"{local_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}",
+            f"{local_size} ranks on a machine with {number_of(gpus, 'GPU')}",
             where="--nproc",
             remedy=f"use --nproc {gpus}, or device=cpu",
         )
     if local_rank >= gpus:
         raise UsageError(
-            f"local rank {local_rank} needs its own GPU, and {gpus} GPUs are visible, numbered from 0",
+            f"local rank {local_rank} needs its own GPU, and {number_of(gpus, 'GPU', 'is', 'are')} visible, "
+            "numbered from 0",
             where=f"LOCAL_RANK={local_rank}",
-            remedy=f"start at most {gpus} ranks on a machine, or let the scheduler bind one GPU to each rank",
+            remedy=(
+                f"start at most {number_of(gpus, 'rank')} on a machine, or let the scheduler bind one GPU to each rank"
+            ),
         )
     return torch.device("cuda", local_rank)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.user_files import check_replaceable
 
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)|APIKEY", re.IGNORECASE)
@@ -59,7 +59,7 @@ class Job:
         ranks = "one rank per GPU" if self.nproc == "auto" else f"{self.nproc} rank{'s' * (self.nproc != '1')}"
         if self.nodes == 1:
             return f"{self.target}: one node, {ranks}"
-        return f"{self.target}: {self.nodes} nodes, {ranks} on each"
+        return f"{self.target}: {number_of(self.nodes, 'node')}, {ranks} on each"
 
 
 def is_secret(name: str) -> bool:

@@ -59,7 +59,9 @@ def check_name(name: str) -> None:
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > _LONGEST_NAME:
         remedy = f"use up to {_LONGEST_NAME} lower-case letters, digits and -, such as {name_of(name)[:_LONGEST_NAME]}"
-        raise UsageError(f"{name!r} is not a name for Kubernetes", where="--job-name", remedy=remedy.rstrip("-"))
+        raise UsageError(
+            f"{name!r} is not a name for Kubernetes", where="kubernetes.job_name", remedy=remedy.rstrip("-")
+        )
 
 
 def read_volume(text: str) -> tuple[str, str]:
@@ -81,7 +83,7 @@ def check(pod: Pod) -> None:
     Raises:
         UsageError: a size is not a quantity.
     """
-    for option, value in (("--cpu", pod.cpu), ("--memory", pod.memory), ("--shm", pod.shm)):
+    for option, value in (("kubernetes.cpu", pod.cpu), ("kubernetes.memory", pod.memory), ("kubernetes.shm", pod.shm)):
         if value is not None and not _QUANTITY.fullmatch(value):
             raise UsageError(f"{value!r} is not a quantity", where=option, remedy="write a number, such as 8, or 64Gi")
 

@@ -67,12 +67,12 @@ def check(allocation: Allocation) -> None:
         raise UsageError(
             f"the ranks would be asked to stop {allocation.signal_before_s} s before a limit of {limit} s",
             where="--time",
-            remedy="give a longer time, or fewer seconds with --signal-before",
+            remedy="give a longer time, or fewer seconds with slurm.signal_before",
         )
     for option in allocation.more:
         if not re.fullmatch(r"-[^\n]+", option):
             raise UsageError(
-                f"{option!r} is not an option", where="--sbatch", remedy='write --sbatch "--constraint=a100"'
+                f"{option!r} is not an option", where="slurm.sbatch", remedy="write slurm.sbatch=--constraint=a100"
             )
 
 

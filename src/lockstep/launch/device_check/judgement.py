@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from lockstep.core.errors import number_of
 from lockstep.launch.device_check.run import DeviceReport, Tally
 from lockstep.launch.preflight.judgement import Level, PreflightFinding
 
@@ -46,7 +47,7 @@ def _of_case(label: str, tallies: dict[int, Tally], reports: Sequence[DeviceRepo
     if others := _other_bits({rank: tally.digest for rank, tally in ran.items()}, reports):
         return [PreflightFinding(label, Level.FAULT, others, _REMEDY_BITS)]
     runs = sum(tally.runs for tally in ran.values())
-    return [PreflightFinding(label, Level.OK, f"{runs} results on {_ranks(len(ran))}")]
+    return [PreflightFinding(label, Level.OK, f"{number_of(runs, 'result')} on {_ranks(len(ran))}")]
 
 
 def _other_bits(digests: dict[int, str], reports: Sequence[DeviceReport]) -> str:
@@ -71,7 +72,7 @@ def named(report: DeviceReport) -> str:
 
 
 def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
+    return f"{number_of(count, 'rank')}"
 
 
 def table(reports: Sequence[DeviceReport]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lockstep.core.errors import number_of
+
 _BLOCK = 1 << 23  # elements of 8 bytes: 64 MiB
 _PATTERNS = {"zeros": 0, "ones": -1, "0101": 0x5555555555555555, "1010": -0x5555555555555556}
 
@@ -42,9 +44,11 @@ def _first_wrong(blocks: list[Tensor], value: int | None, sign: int = 1) -> str 
             place = int(differing.nonzero()[0])
             expected = value if value is not None else sign * (number * _BLOCK + place)
             bits = (int(block[place]) ^ expected) % (1 << 64)
-            first = f"byte {8 * (number * _BLOCK + place)} and the next 7 differ in {bits.bit_count()} bits"
+            first = (
+                f"byte {8 * (number * _BLOCK + place)} and the next 7 differ in {number_of(bits.bit_count(), 'bit')}"
+            )
         wrong += count
-    return f"{wrong} words of 8 bytes are wrong: {first}" if wrong else None
+    return f"{number_of(wrong, 'wrong word')} of 8 bytes: {first}" if wrong else None
 
 
 def _addresses(block: Tensor, number: int, sign: int) -> Tensor:

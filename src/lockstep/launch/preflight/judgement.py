@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.core.errors import number_of
 from lockstep.core.parallel.nodes import Nodes
 from lockstep.launch.preflight.facts import LEAST_FREE, Facts
 from lockstep.launch.preflight.links import Link, Sum
@@ -131,8 +132,8 @@ def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
         for identity, ranks in owners.items()
         if len(ranks) > 1
     ]
-    what = f"{len(facts)} ranks on {nodes.count} node{'s' * (nodes.count > 1)}, "
-    what += f"{len(owners)} devices" if owners else "no GPU"
+    what = f"{number_of(len(facts), 'rank')} on {number_of(nodes.count, 'node')}, "
+    what += number_of(len(owners), "device") if owners else "no GPU"
     return found or [PreflightFinding("devices", Level.OK, what)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.core import devices
 from lockstep.core.checkpoint import manifest
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.parallel.world import World
 from lockstep.launch.preflight import facts, judgement, links, shared_folder
 from lockstep.launch.preflight.facts import Subject
@@ -68,7 +68,7 @@ def raise_faults(findings: Sequence[PreflightFinding]) -> None:
         raise UsageError(faults[0].what, where=f"preflight, {faults[0].check}", remedy=faults[0].remedy)
     if faults:
         listed = "\n    ".join(map(str, faults))
-        raise UsageError(f"{len(faults)} faults before the training:\n    {listed}", where="preflight")
+        raise UsageError(f"{number_of(len(faults), 'fault')} before the training:\n    {listed}", where="preflight")
 
 
 def lines(findings: Sequence[PreflightFinding]) -> list[str]:

@@ -22,7 +22,7 @@ from lockstep.core.data import same_samples
 from lockstep.core.data.loader import Loader, MicroBatch
 from lockstep.core.data.order import EvaluationPlan, MicroBatchPlan, StepPlan
 from lockstep.core.data.randomness import restored_generators, seed_forward
-from lockstep.core.errors import DataError, UsageError, did_you_mean
+from lockstep.core.errors import DataError, UsageError, did_you_mean, number_of
 from lockstep.core.evaluate import check_names, measure, predicted, split
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.precision import Precision
@@ -255,7 +255,9 @@ def look_at_evaluation(
                 values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
             except Exception as error:  # some metrics need more samples
                 cause = f"{type(error).__name__}: {error}"
-                return LookedAt([*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"])
+                return LookedAt(
+                    [*messages, f"warning: the metrics of {number_of(count, 'sample')} cannot be computed ({cause})"]
+                )
             finally:
                 metrics.reset()
         check_names(values)

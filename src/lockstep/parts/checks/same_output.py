@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.data.randomness import seed_forward
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import split_output
 from lockstep.core.parallel.world import World
@@ -76,7 +76,7 @@ def difference(one: Any, other: Any, *, near: float, name: str = "the output") -
         pairs = [(one[key], other[key], f"output {key!r}") for key in one]
     elif isinstance(one, tuple | list) and isinstance(other, tuple | list):
         if len(one) != len(other):
-            return f"{name} has {len(one)} parts, and {len(other)}"
+            return f"{name} has {number_of(len(one), 'part')}, and {len(other)}"
         pairs = [(*parts, f"output {number}") for number, parts in enumerate(zip(one, other, strict=True))]
     else:
         return _difference_of_numbers(one, other, near=near, name=name)

@@ -11,6 +11,7 @@ import lockstep_audit
 from lockstep_audit.findings import Finding, Rule
 from lockstep_audit.report.outcome import Outcome, shown, source
 from lockstep_audit.rules.catalogue import ALL, BY_ID
+from lockstep_audit.rules.facts import number_of
 
 UNKNOWN = "unknown"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -51,15 +52,16 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
     if verbose:
         lines += [f"not exercised: {id} {BY_ID[id].name}: {why}" for id, why in sorted(outcome.not_exercised.items())]
     errors, warnings = len(outcome.of("error")), len(outcome.of("warning"))
-    counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    counts = f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}"
     if outcome.inconclusive:
         why, remedy = outcome.inconclusive
         lines += [f"inconclusive: {why}", f"  remedy: {remedy}"]
         counts = f"inconclusive, {counts}" if errors or warnings else "inconclusive"
     more = "" if verbose or not outcome.not_exercised else " (-v shows why)"
     lines.append(
-        f"lockstep-audit: {counts}; {len(outcome.checked)} rules checked, {len(outcome.not_exercised)} not "
-        f"exercised{more}, {len(outcome.switched_off)} findings switched off"
+        f"lockstep-audit: {counts}; {number_of(len(outcome.checked), 'rule')} checked, "
+        f"{len(outcome.not_exercised)} not "
+        f"exercised{more}, {number_of(len(outcome.switched_off), 'finding')} switched off"
     )
     return lines
 

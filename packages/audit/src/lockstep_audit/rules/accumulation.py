@@ -11,7 +11,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.facts import each_rank, passes, place, replicas, rule, steps, uses
+from lockstep_audit.rules.facts import each_rank, number_of, passes, place, replicas, rule, steps, uses
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _NONE = "no step took several backward passes"
@@ -84,7 +84,10 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
         left = end["backwards"] - sum(len(passes(e)) for e in within)
         if number == 0 and left > 0:
             count = len(passes(later[0])) if later else 0
-            what = f"{end['backwards']} backward passes in an epoch, a step after every {usual}, and {left} left over"
+            what = (
+                f"{number_of(end['backwards'], 'backward pass')} in an epoch, a step after every {usual}, "
+                f"and {left} left over"
+            )
             if later and count == usual:
                 return None  # steps span the ends of epochs
             if not later or any(each.get("discarded") for each in passes(later[0])):
@@ -258,7 +261,7 @@ def discarded_gradients(history: EventHistory) -> Iterable[Finding] | str:
             evidence = (
                 f"gradients of {last} of {len(backwards)} backward passes of a step were gone when the next began, "
             )
-            evidence += f"with no optimizer step between, in {len(looked)} examined steps"
+            evidence += f"with no optimizer step between, in {number_of(len(looked), 'examined step')}"
             cause = "gradients are cleared before each micro-batch, or before the last one, instead of after a step"
             if uses(history, "accelerate") and len(backwards) - last == 1:
                 cause += ": inside accumulate(), Accelerate's zero_grad() acts only at the last micro-batch"

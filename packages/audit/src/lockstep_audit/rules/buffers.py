@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
-from lockstep_audit.rules.facts import group_of, keys, named, some
+from lockstep_audit.rules.facts import group_of, keys, named, number_of, some
 from lockstep_audit.rules.sources import nodes
 
 _ADDS = ("mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -36,7 +36,9 @@ def overwritten(history: EventHistory) -> list[Finding]:
         for at in sorted(lines.values()):
             names = [name for name, (file, _) in lines.items() if file == at[0]]
             step, ranks = apart[names[0]][0], tuple(by_step[apart[names[0]][0]])
-            evidence = f"when the forward pass of step {step} began, {len(names)} buffers differed between "
+            evidence = (
+                f"when the forward pass of step {step} began, {number_of(len(names), 'buffer')} differed between "
+            )
             evidence += f"{named(ranks)}: {some(names)}"
             cause = "a layer computes them from its rank's batch, and DistributedDataParallel overwrites them "
             cause += "with those of rank 0 at the next forward pass: the data of other ranks never count"

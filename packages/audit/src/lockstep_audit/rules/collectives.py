@@ -11,7 +11,7 @@ from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import skips, sources
 from lockstep_audit.rules import waiting as waits
-from lockstep_audit.rules.facts import differ, each_rank, line, named, place, rule, some
+from lockstep_audit.rules.facts import differ, each_rank, line, named, number_of, place, rule, some
 
 _WHOLE = (
     *("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object"),
@@ -106,7 +106,10 @@ def _decided(history: EventHistory, finding: Finding, lines: Mapping[int, Source
     for (step, at), ranks in sorted(asked.items()):
         if ranks < set(history.ranks):
             others = named(set(history.ranks) - ranks)
-            cause = f"{named(ranks)} took this branch after {step} steps, and {others} did not: each decides for itself"
+            cause = (
+                f"{named(ranks)} took this branch after {number_of(step, 'step')}, and {others} did not: "
+                "each decides for itself"
+            )
             return replace(finding, where=place(at), cause=cause, remedy=remedy)
     known, over = {rank: at for rank, at in (lines or {}).items() if at}, dict[int, bool]()
     for event in history.of("loader_end"):
@@ -193,13 +196,15 @@ def rank_left(history: EventHistory) -> Iterable[Finding] | str:
     ends = {rank: event["step"] for rank, event in {**gone, **needy}.items()}
     where = {rank: waits.waits_at(event) for rank, event in needy.items()}
     at = next((each for each in where.values() if each), None)
-    evidence = f"{named(gone)} ended without an error after {ends[rank]} steps, while "
+    evidence = f"{named(gone)} ended without an error after {number_of(ends[rank], 'step')}, while "
     evidence += each_rank({r: f"step {ends[r]} waits at {line(each)}" for r, each in where.items()})
     cause = f"{named(gone)} made fewer steps or batches than the others" if differ(ends) else None
     for event in history.of("loader_end", rank=rank):
         if not event.get("is_complete") and event.get("backwards"):
             count, loop = event.get("batches"), line(event.get("at"))
-            cause = f"{named([rank])} left the loop at {loop} after {count} batches: one rank breaks or exits"
+            cause = (
+                f"{named([rank])} left the loop at {loop} after {number_of(count, 'batch')}: one rank breaks or exits"
+            )
     last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
     alone = next((r for r in where if waits.is_alone(history, needy[r], rank)), None)
     if alone is not None:

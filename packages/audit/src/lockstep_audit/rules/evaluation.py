@@ -11,7 +11,20 @@ from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.buffers import overwritten
-from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some, uses
+from lockstep_audit.rules.facts import (
+    differ,
+    each_rank,
+    group_of,
+    keys,
+    line,
+    named,
+    number_of,
+    place,
+    replicas,
+    rule,
+    some,
+    uses,
+)
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _UNEQUAL = 1.25
@@ -43,7 +56,9 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
                 continue
-            evidence = f"{given} samples were evaluated on {named(its)}, but the data set has {size}"
+            evidence = (
+                f"{number_of(given, 'sample', 'was', 'were')} evaluated on {named(its)}, but the data set has {size}"
+            )
             cause = "the sampler repeats samples so that all ranks have equally many"
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or remove the repeated samples"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
@@ -77,7 +92,7 @@ def _dropped(by_rank: dict[int, Iteration], history: EventHistory) -> list[Findi
         return []  # another loop evaluates the rest
     at = first.begin.get("made_at") or first.begin.get("at")
     at = first.begin.get("sampler_at", at) if dealt.get("drop_last") else at
-    evidence = f"{given} samples were evaluated, but the data set has {size}"
+    evidence = f"{number_of(given, 'sample', 'was', 'were')} evaluated, but the data set has {size}"
     cause = "drop_last=True drops the last samples of a rank, or of the sampler"
     remedy = "set drop_last=False for evaluations"
     return [Finding("LS601", place(at), evidence, cause, remedy, tuple(by_rank), first.begin["step"])]
@@ -104,7 +119,7 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names and len(digests) > 1:
-            evidence = f"{len(names)} buffers differ between {named(digests)}: {some(names)}"
+            evidence = f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {some(names)}"
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
             at, step = place(places[model].get("at")), places[model]["step"]
@@ -124,7 +139,10 @@ def buffers_part(history: EventHistory) -> Iterable[Finding] | str:
         found = {each: ends.get(each, {}).get(model) or {} for each in group}
         names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
         if rank == group[0] and all(found.values()) and names:
-            evidence = f"at the end, {len(names)} buffers differ between {named(group)}: {some(names)}"
+            evidence = (
+                f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
+                f"{named(group)}: {some(names)}"
+            )
             cause = "a layer computes them from its rank's batches, and broadcast_buffers=False leaves them different"
             remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))

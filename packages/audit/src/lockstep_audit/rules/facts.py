@@ -61,6 +61,12 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {shown}"
 
 
+def number_of(number: Any, noun: str, verb: str = "", verb_of_many: str = "") -> str:
+    """A number and what it counts, in singular or plural: `1 step`, or with verbs `1 buffer differs`."""
+    plural = f"{noun}es" if noun.endswith(("s", "tch")) else f"{noun}s"
+    return f"1 {noun} {verb}".rstrip() if number == 1 else f"{number} {plural} {verb_of_many}".rstrip()
+
+
 def some(names: Iterable[str], limit: int = 3) -> str:
     """The first few of some names, and how many more there are."""
     names = list(names)

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.facts import Key, line, named, passes, place, rule, some
+from lockstep_audit.rules.facts import Key, line, named, number_of, passes, place, rule, some
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _NO_PREVIOUS = "no earlier run to compare with (--previous)"
@@ -153,7 +153,10 @@ def _repeated(
     begun = fresh[: len(rest)]
     others = [index for index in begun if index not in set(rest)]
     if used and last.is_complete and len(begun) >= _FEW and 4 * len(others) > len(begun):
-        evidence = f"{len(rest)} samples were left of the epoch, but the run starts with {len(others)} others"
+        evidence = (
+            f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
+            f"with {len(others)} others"
+        )
         return evidence, "the position in the epoch is restored, but its order is that of a different epoch"
     return None
 

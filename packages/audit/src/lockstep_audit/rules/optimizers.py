@@ -8,6 +8,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import facts, sources
+from lockstep_audit.rules.facts import number_of
 
 _NO_STEPS = "no ranks of one group made steps of one optimizer"
 _PLATEAU = "ReduceLROnPlateau"
@@ -119,7 +120,7 @@ def optimizer_owns_nothing(history: EventHistory) -> Iterable[Finding] | str:
         at = event.get("made_at") or event.get("at")
         wraps = [w for (rank, model), w in wrapped.items() if rank == event["rank"] and str(model) in missing]
         names = next(iter(missing.values()))
-        evidence = f"none of its {held} parameters has a gradient; the model has {facts.some(names)}, which no "
+        evidence = f"no gradient for its {number_of(held, 'parameter')}; the model has {facts.some(names)}, which no "
         evidence += "optimizer has"
         cause = None
         if wraps:
@@ -182,7 +183,10 @@ def scheduler_too_fast(history: EventHistory) -> Iterable[Finding] | str:
     for event in stepped:
         at = event.get("at")
         if event["per_step"] >= 2 and event["step"] > 0 and str(at) not in findings:
-            evidence = f"{event['per_step']} steps of {event.get('class', 'a scheduler')} since the last optimizer step"
+            evidence = (
+                f"{number_of(event['per_step'], 'step')} of {event.get('class', 'a scheduler')} since "
+                "the last optimizer step"
+            )
             world, told = len(history.ranks), [e["per_step"] for e in stepped if e.get("at") == at]
             cause = f"the factor is the number of ranks, {world}" if len(told) > world and {*told} == {world} else None
             remedy, ranks = "call scheduler.step() once, after optimizer.step()", (event["rank"],)

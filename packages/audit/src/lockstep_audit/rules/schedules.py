@@ -9,7 +9,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.facts import place, rule, some, steps, uses
+from lockstep_audit.rules.facts import number_of, place, rule, some, steps, uses
 from lockstep_audit.rules.loaders import iterations
 
 _LEAST = 4
@@ -64,11 +64,14 @@ def _length(event: Event, world: int, rounds: int, has_outer: bool) -> tuple[str
     horizon, made, own = event.get("horizon"), event["optimizer_steps"], event["steps"]
     name = event.get("name")
     if not own and not has_outer:
-        return f"{name} never stepped in {made} optimizer steps", "scheduler.step() is missing"
+        return f"{name} never stepped in {number_of(made, 'optimizer step')}", "scheduler.step() is missing"
     if not event.get("is_outer") or name in ("LinearLR", "ConstantLR"):
         return None
     too_long = _of_all_ranks(event, world, rounds)
-    said = f"{name} was made for {too_long or horizon} steps and stepped {own} times, in {made} optimizer steps"
+    said = (
+        f"{name} was made for {number_of(too_long or horizon, 'step')} and stepped "
+        f"{number_of(own, 'time')}, in {number_of(made, 'optimizer step')}"
+    )
     if too_long:
         return said, "it was made for the batches of one process, but each rank has a shard of them"
     if not horizon:
@@ -148,7 +151,7 @@ def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, 
         by_line.setdefault(str(events[0].get("at")), []).extend(events)
     found = []
     for events in by_line.values():
-        seen, ranks = f"{evidence}, in {len(events)} examined steps", {event["rank"] for event in events}
+        seen, ranks = f"{evidence}, in {number_of(len(events), 'examined step')}", {event["rank"] for event in events}
         at, step = place(events[0].get("at")), events[0]["step"]
         found.append(Finding(id, at, seen, cause, remedy, tuple(sorted(ranks)), step))
     return found

@@ -8,7 +8,7 @@ from lockstep_audit.events import EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import skips, sources
 from lockstep_audit.rules.divergence import Indexed
-from lockstep_audit.rules.facts import Key, differ, each_rank, named, place, replicas, rule, steps
+from lockstep_audit.rules.facts import Key, differ, each_rank, named, number_of, place, replicas, rule, steps
 
 
 @rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")
@@ -34,7 +34,9 @@ def _idle(history: EventHistory, group: tuple[int, ...], by_rank: Indexed) -> li
     first = next((events[min(events)] for rank, events in sorted(by_rank.items()) if rank in group), None)
     if not idle or first is None:
         return []
-    evidence = f"{named(idle)} made {passes_of[idle[0]]} backward passes and no step, while others made steps"
+    evidence = (
+        f"{named(idle)} made {number_of(passes_of[idle[0]], 'backward pass')} and no step, while others made steps"
+    )
     remedy = "step on every rank: parameters stay equal because all ranks do the same"
     return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 

@@ -9,6 +9,7 @@ from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import facts, sources
 from lockstep_audit.rules.divergence import averages, compared_steps, divergences, hooked, own_from_the_start, unwrapped
+from lockstep_audit.rules.facts import number_of
 
 _SUMMING = {"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into_tensor"}
 
@@ -73,8 +74,12 @@ def partial_gradient(history: EventHistory) -> Iterable[Finding] | str:
         constant = {name for event in made.values() for name in event.get("constant") or ()}
         parts = sorted(equal & {*pairs[0].gradients} - constant)
         if equal < names and same and parts:
-            evidence = f"at the first step, {len(parts)} parameters that are equal on all ranks ({facts.some(parts)}) "
-            evidence += f"get different gradients by rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
+            evidence = (
+                "at the first step, gradients differ by rank for "
+                f"{number_of(len(parts), 'parameter', 'that is', 'that are')} equal on all ranks "
+                f"({facts.some(parts)}) "
+            )
+            evidence += f"and are the same for {len(same)} ({facts.some(sorted(same))})"
             cause = "the gradient that comes back from split layers is that of one rank's shard"
             remedy = "before the split layers, a function whose forward is the identity and whose backward all_reduces"
             at = (passes[-1] if (passes := step.get("backwards")) else step).get("at")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import ranks
+from lockstep.cli.commands import takes_keys
 from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Overrides, as_arguments
 from lockstep.cli.reporting import reporting, write_file
@@ -18,6 +19,7 @@ from lockstep.core.user_files import check_replaceable
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
+    from lockstep_lab.commands.plan_keys import PlanKeys
     from lockstep_lab.plan.command import MadeUp
     from lockstep_lab.plan.inputs import PrecisionName
     from lockstep_lab.plan.search import PlanResult
@@ -29,51 +31,9 @@ _Target = Annotated[
     typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="Recipe or task to plan for. Not with --advise."),
 ]
 _Gpus = Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)]
-_GpusPerNode = Annotated[
-    int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
-]
 _GpuMemory = Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")]
 _Gpu = Annotated[
     str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
-]
-_LinkBandwidth = Annotated[
-    str | None,
-    typer.Option(
-        "--link-bandwidth",
-        metavar="RATE",
-        help="Rate between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
-    ),
-]
-_NetworkBandwidth = Annotated[
-    str | None,
-    typer.Option(
-        "--network-bandwidth",
-        metavar="RATE",
-        help="Rate between machines, one GPU in one direction. Default: --link-bandwidth, if it is given.",
-    ),
-]
-_Utilisation = Annotated[
-    float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
-]
-_Reserve = Annotated[float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)]
-_Samples = Annotated[
-    int | None,
-    typer.Option(
-        "--samples",
-        help="Size of the training set, if the data is not on this machine. The plan then shows the time of an epoch.",
-        min=1,
-    ),
-]
-_Classes = Annotated[
-    int | None,
-    typer.Option("--classes", help="Number of classes, if the data is not on this machine. Default: 10.", min=1),
-]
-_FailuresPerGpuYear = Annotated[
-    float | None,
-    typer.Option("--failures-per-gpu-year", help="Failures of a GPU in a year: the plan then says how often to save."),
-]
-_SaveSeconds = Annotated[
-    float | None, typer.Option("--save-seconds", help="Seconds that training pauses for each checkpoint.")
 ]
 _JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
@@ -81,13 +41,6 @@ _JsonFile = Annotated[
 _Chart = Annotated[
     Path | None,
     typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
-]
-_Watts = Annotated[
-    float | None,
-    typer.Option("--watts", help="Power of a GPU with its share of the machine: the plan then shows the energy."),
-]
-_Price = Annotated[
-    float | None, typer.Option("--price-per-gpu-hour", help="Price in any currency: the plan then shows the cost.")
 ]
 _Measure = Annotated[
     bool,
@@ -106,26 +59,16 @@ _Advise = Annotated[
 ]
 
 
+@takes_keys("plan", "lockstep_lab.commands.plan_keys:PlanKeys")
 def plan(
     target: _Target = None,
     overrides: Overrides = None,
     gpus: _Gpus = 1,
-    gpus_per_node: _GpusPerNode = None,
     gpu_memory: _GpuMemory = None,
     gpu: _Gpu = None,
-    link_bandwidth: _LinkBandwidth = None,
-    network_bandwidth: _NetworkBandwidth = None,
-    utilisation: _Utilisation = 0.4,
-    reserve: _Reserve = 0.1,
-    samples: _Samples = None,
-    classes: _Classes = None,
-    failures_per_gpu_year: _FailuresPerGpuYear = None,
-    save_seconds: _SaveSeconds = None,
     json_file: _JsonFile = None,
     chart: _Chart = None,
     force: Force = False,
-    watts: _Watts = None,
-    price: _Price = None,
     measure: _Measure = False,
     nproc: _Nproc = None,
     advise: _Advise = None,
@@ -140,20 +83,16 @@ def plan(
     Example: lockstep plan digits --measure --nproc 2
     """
     with reporting(debug):
+        from lockstep.cli import command_keys
+        from lockstep_lab.commands.plan_keys import PlanKeys
+
+        config_keys, keys = command_keys.split(overrides or (), "plan", PlanKeys)
         of_plan = {
             "--gpu": gpu,
             "--gpu-memory": gpu_memory,
             "--chart": chart,
-            "--watts": watts,
-            "--price-per-gpu-hour": price,
             "--gpus": gpus if gpus > 1 else None,
-            "--gpus-per-node": gpus_per_node,
-            "--failures-per-gpu-year": failures_per_gpu_year,
-            "--save-seconds": save_seconds,
-            "--link-bandwidth": link_bandwidth,
-            "--network-bandwidth": network_bandwidth,
-            "--samples": samples,
-            "--classes": classes,
+            **dict.fromkeys(command_keys.given("plan", keys), True),
         }
         for path in (chart, _json_path(json_file)):
             check_replaceable(path, force=force)
@@ -164,23 +103,22 @@ def plan(
         from lockstep.trainer import foreign
         from lockstep_lab.plan import inputs, show
 
-        config = foreign.load(target, overrides or [])
+        config = foreign.load(target, config_keys)
         if measure:
-            options = {"--utilisation": utilisation, "--json": json_file or None, "--debug": debug, "--measure": True}
-            options |= {"--force": force}
+            options = {"--json": json_file or None, "--debug": debug, "--measure": True, "--force": force}
             arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
-            _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
+            _measure(config, nproc or "1", arguments, utilisation=keys.utilisation, json_file=json_file)
             return
-        rates = show.GpuRates(watts, price)
+        rates = show.GpuRates(keys.watts, keys.price_per_gpu_hour)
         rates.check()
         world = inputs.world(
             gpus,
-            gpus_per_node=gpus_per_node,
+            gpus_per_node=keys.gpus_per_node,
             gpu_memory=gpu_memory,
             gpu_name=gpu,
-            link_bandwidth=link_bandwidth,
-            network_bandwidth=network_bandwidth,
-            utilisation=utilisation,
+            link_bandwidth=keys.link_bandwidth,
+            network_bandwidth=keys.network_bandwidth,
+            utilisation=keys.utilisation,
             fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
         )
         from lockstep_lab.plan import command
@@ -188,11 +126,11 @@ def plan(
         found = command.plan_of(
             config,
             world,
-            precisions=_named_precision(config, overrides or ()),
-            reserve=reserve,
-            failures_per_gpu_year=failures_per_gpu_year,
-            save_seconds=save_seconds,
-            made_up=_made_up(overrides or (), classes, samples),
+            precisions=_named_precision(config, config_keys),
+            reserve=keys.reserve,
+            failures_per_gpu_year=keys.failures_per_gpu_year,
+            save_seconds=keys.save_seconds,
+            made_up=_made_up(config_keys, keys),
         )
         _show_plan(found, rates, chart, json_file)
 
@@ -203,7 +141,7 @@ def _checked(
     """The target, if the options go together.
 
     Args:
-        of_plan: options that belong to a plan; None: the option is not given.
+        of_plan: options and keys that belong to a plan; None: it is not given.
 
     Raises:
         UsageError: they do not go together, or there is no target.
@@ -214,9 +152,9 @@ def _checked(
             where="lockstep plan",
             remedy="give a recipe or FILE.py:Task, or --advise RUN_DIR",
         )
-    given = [option for option, value in of_plan.items() if value is not None]
+    given = [one for one, value in of_plan.items() if value is not None and one != "plan.utilisation"]
     if measure and given:
-        what, remedy = "measures on this machine", "leave this option out, or leave --measure out"
+        what, remedy = "measures on this machine", "leave it out, or leave --measure out"
         raise UsageError(what, where=f"--measure with {given[0]}", remedy=remedy)
     if nproc is not None and not measure:
         remedy = "give --gpus for a plan, or add --measure"
@@ -226,7 +164,7 @@ def _checked(
     return target
 
 
-def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None) -> MadeUp | None:
+def _made_up(overrides: Sequence[str], keys: PlanKeys) -> MadeUp | None:
     """The facts that are known of data that need not be here. None: the command line names the data.
 
     Raises:
@@ -235,12 +173,12 @@ def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None)
     from lockstep_lab.plan.command import MadeUp
 
     if not any(each.startswith("data.train=") for each in overrides):
-        return MadeUp(classes, samples)
-    for option, value in (("--classes", classes), ("--samples", samples)):
+        return MadeUp(keys.classes, keys.samples)
+    for path, value in (("plan.classes", keys.classes), ("plan.samples", keys.samples)):
         if value is not None:
-            remedy = "leave this option out, or data.train"
+            remedy = "leave this key out, or data.train"
             raise UsageError(
-                "is only for data that are not on this machine, but data.train names data", where=option, remedy=remedy
+                "is only for data that are not on this machine, but data.train names data", where=path, remedy=remedy
             )
     return None
 
@@ -264,7 +202,7 @@ def _advise(folder: Path, target: str | None, json_file: str | None, *, others: 
         )
     given = [option for option, value in others.items() if value is not None]
     if given:
-        what, remedy = "reads the log of a run, and makes no plan", "leave this option out, or leave --advise out"
+        what, remedy = "reads the log of a run, and makes no plan", "leave it out, or leave --advise out"
         raise UsageError(what, where=f"--advise with {given[0]}", remedy=remedy)
     from lockstep_lab.plan import advise
 

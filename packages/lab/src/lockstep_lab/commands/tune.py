@@ -13,7 +13,7 @@ from lockstep.cli.commands import Command, CommandGroup
 from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import FAILED, is_first, reporting
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.user_files import check_replaceable
 
 _Low = Annotated[float, typer.Option("--from", help="The rate of the first step: a value of optim.lr.")]
@@ -120,7 +120,7 @@ def batch(
         given = config.batch.resolve(count).global_ or 1
         largest = most or -(-given // count)
         attempt = batch_size.attempt_of(target, keys, ranks=count, given=given, memory=limit)
-        print(f"{'samples':>8}  micro-batches of {largest} at most, {count} rank{'s' * (count > 1)}", flush=True)
+        print(f"{'samples':>8}  micro-batches of {largest} at most, {number_of(count, 'rank')}", flush=True)
         tried = batch_size.search(attempt, largest, lambda one: print(batch_size.row(one), flush=True))
         by_rank = config.batch.per_rank is not None
         print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit, by_rank=by_rank))

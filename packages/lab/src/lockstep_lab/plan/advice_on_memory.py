@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lockstep.core.errors import number_of
 from lockstep_lab.plan.run_figures import MIB, Advice, Figures
 
 _UNEVEN = 1.2  # the largest peak of a rank, relative to the smallest
@@ -69,8 +70,8 @@ def _accumulation(figures: Figures) -> Iterator[Advice]:
             f"{passes if passes > 1 else 'a single pass'} of {wished}",
             source=source,
             changes=(key,),
-            gain=f"{now - passes} fewer passes in each step. The log does not show how much time that saves: most if "
-            "micro-batches are short",
+            gain=f"each step saves {number_of(now - passes, 'pass')}. The log does not show how much time that "
+            "saves: most if micro-batches are short",
             note="the same training; assumes that activations grow with the micro-batch",
         )
     elif now == 1 and peak * MIB < _MUCH_FREE * limit and (figures.late("train/mfu") or 1.0) < 0.3:
@@ -127,7 +128,7 @@ def _shortage(figures: Figures) -> Iterator[Advice]:
     after, before = halved
     yield Advice(
         name="out of memory",
-        finding=f"Out of memory: micro-batches were reduced from {before} to {after} samples",
+        finding=f"Out of memory: micro-batches were reduced from {before} to {number_of(after, 'sample')}",
         source="micro.json",
         changes=(f"batch.micro={after}",),
         gain="a new run on this machine starts with what fits; this run already remembers it",

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.errors import number_of
 from lockstep.parts.ending import duration
 from lockstep_lab.plan import advice_on_memory
 from lockstep_lab.plan.run_figures import Advice, Figures
@@ -88,12 +89,15 @@ def text(advised: Advised) -> str:
 
 def _state(figures: Figures) -> str:
     _, sentence = figures.run.state()
-    ranks = f"{figures.world} rank{'s' * (figures.world > 1)} on {figures.device_name}"
+    ranks = f"{number_of(figures.world, 'rank')} on {figures.device_name}"
     last, goal = figures.run.last_step, figures.run.log.starts[-1].goal if figures.run.log.starts else None
     left = ""
     if figures.run.state()[0] != "complete" and goal and last is not None and figures.step_s:
         training = figures.training_share or 1.0
-        left = f"; {goal - last:,} steps are left, about {duration((goal - last) * figures.step_s / training)}"
+        left = (
+            f"; {number_of(goal - last, 'step', 'is', 'are')} left, about "
+            f"{duration((goal - last) * figures.step_s / training)}"
+        )
     return f"{ranks}; {sentence}{left}"
 
 
@@ -370,7 +374,8 @@ def _evaluating(figures: Figures) -> Iterator[Advice]:
     yield Advice(
         name="evaluating",
         finding=f"Evaluations take {share:.0%} of the time",
-        source=f"time/evaluation_s: {count} evaluations of {figures.total('time/evaluation_s') / count:.3g} s in "
+        source=f"time/evaluation_s: {number_of(count, 'evaluation')} of "
+        f"{figures.total('time/evaluation_s') / count:.3g} s in "
         f"{figures.trained_s:.4g} s",
         changes=(f"train.{key}={now * times}",),
         gain=less_time(saved),
@@ -396,7 +401,8 @@ def _restarting(figures: Figures) -> Iterator[Advice]:
         return
     yield Advice(
         name="restarts",
-        finding=f"After {lost.restarts} crash{'es' * (lost.restarts > 1)}, {lost.steps:,} steps were repeated: "
+        finding=f"After {lost.restarts} crash{'es' * (lost.restarts > 1)}, "
+        f"{number_of(lost.steps, 'step', 'was', 'were')} repeated: "
         f"{share:.0%} of the time",
         source=f"train.log: starts that resume below the last step; {figures.step_s or 0:.3g} s for a step",
         changes=changes,

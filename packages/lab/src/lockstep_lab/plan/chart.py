@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from lockstep.core.errors import number_of
 from lockstep_lab.plan.search import Option, PlanResult
 from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.report.svg import drawing, rect, text
@@ -52,7 +53,7 @@ def of_plan(plan: PlanResult) -> str:
     """The chart of a plan."""
     bars = [_bar(option, option is plan.recommended) for option in plan.options if option.estimate is not None]
     world = plan.world
-    gpus = f"{world.gpus} GPU{'s' * (world.gpus > 1)}" + (f", {world.gpu_name}" if world.gpu_name else "")
+    gpus = f"{number_of(world.gpus, 'GPU')}" + (f", {world.gpu_name}" if world.gpu_name else "")
     return svg(bars, world.memory_bytes, title=f"{plan.facts.name}: memory per GPU, on {gpus}", reserve=plan.reserve)
 
 

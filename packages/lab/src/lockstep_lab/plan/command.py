@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.configs import registry
 from lockstep.core import shortages
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep.mesh import layout
 from lockstep.trainer import foreign
 from lockstep_lab.plan.facts import facts_of
@@ -62,7 +62,10 @@ def plan_of(
         DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
     """
     if (failures_per_gpu_year is None) != (save_seconds is None):
-        what, where = "a failure rate and the cost of saving go together", "--failures-per-gpu-year, --save-seconds"
+        what, where = (
+            "a failure rate and the cost of saving go together",
+            "plan.failures_per_gpu_year, plan.save_seconds",
+        )
         raise UsageError(what, where=where, remedy="give both, or neither")
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
@@ -189,9 +192,9 @@ def facts_with_or_without_data(
             found = facts(_task(without, str(train)), without, has_data=False)
             notes = [assumption(config.task, made_up.classes), *found.notes]
             return replace(found, samples=made_up.samples, notes=notes)
-    option = "--classes" if made_up.classes else "--samples"
-    remedy = "leave this option out: the data determine it"
-    raise UsageError("is only for data that are not on this machine, but these are", where=option, remedy=remedy)
+    key = "plan.classes" if made_up.classes else "plan.samples"
+    remedy = "leave this key out: the data determine it"
+    raise UsageError("is only for data that are not on this machine, but these are", where=key, remedy=remedy)
 
 
 def _concerns_data(config: RunConfig, error: Exception) -> bool:
@@ -232,10 +235,11 @@ def assumption(task: Mapping[str, Any], classes: int | None = None) -> str:
     """The assumptions of a plan on made-up samples, for people."""
     count = _class_count(task, classes)
     assumed = {
-        "classification": f"{count} classes",
-        "segmentation": f"{count} classes",
-        "detection": f"{count} classes, and 5 boxes in an image",
-        "text": f"{count} classes, and texts of task.max_length tokens; a new tokenizer knows only made-up words",
+        "classification": number_of(count, "class"),
+        "segmentation": number_of(count, "class"),
+        "detection": f"{number_of(count, 'class')}, and 5 boxes in an image",
+        "text": f"{number_of(count, 'class')}, and texts of task.max_length tokens; a new tokenizer knows only "
+        "made-up words",
         "volume_risk": "3 questions, and volumes of task.max_slices slices",
     }
     return f"there are no data: made-up samples, with {assumed[str(task['kind'])]}"
@@ -250,7 +254,7 @@ def _check_classes(task: Mapping[str, Any], classes: int | None) -> None:
         what = "task.classes already sets the classes"
     else:
         return
-    raise UsageError(what, where=f"--classes {classes}", remedy="leave this option out")
+    raise UsageError(what, where=f"plan.classes={classes}", remedy="leave this key out")
 
 
 def _class_count(task: Mapping[str, Any], classes: int | None) -> int:

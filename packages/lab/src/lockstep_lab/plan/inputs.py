@@ -194,17 +194,17 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
-            where, remedy = "--gpus, --gpus-per-node", "give how many GPUs there are"
+            where, remedy = "--gpus, plan.gpus_per_node", "give how many GPUs there are"
             raise UsageError("must be at least 1", where=where, remedy=remedy)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             what, remedy = (
                 f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node} GPUs",
                 "give a number that divides --gpus",
             )
-            raise UsageError(what, where="--gpus-per-node", remedy=remedy)
+            raise UsageError(what, where="plan.gpus_per_node", remedy=remedy)
         if not 0 < self.utilisation <= 1:
             what, remedy = f"{self.utilisation} is not a fraction between 0 and 1", "give a number such as 0.4"
-            raise UsageError(what, where="--utilisation", remedy=remedy)
+            raise UsageError(what, where="plan.utilisation", remedy=remedy)
 
     @property
     def nodes(self) -> int:
@@ -280,7 +280,7 @@ class Setting:
             raise UsageError(f"{what} has nothing to shard", where=f"strategy {self.strategy}", remedy=remedy)
         if self.strategy == "hybrid" and self.data_ranks <= self.shards:
             what = "there is only one group of ranks, such as one node, but hybrid replicates shards over several"
-            raise UsageError(what, where="strategy hybrid", remedy="use fsdp, or give --gpus-per-node")
+            raise UsageError(what, where="strategy hybrid", remedy="use fsdp, or give plan.gpus_per_node")
         if self.data_ranks % self.shards:
             what = f"{self.data_ranks} GPUs cannot be divided into groups of {self.shards}"
             raise UsageError(what, where="shard_ranks", remedy="use a number that divides the number of GPUs")
@@ -405,8 +405,8 @@ def world(
         raise UsageError("the memory of a GPU is not given", where="lockstep plan", remedy=remedy)
     sheet = gpu(gpu_name) if gpu_name is not None else None
     memory = size(gpu_memory, "--gpu-memory") if gpu_memory is not None else None
-    link = bandwidth(link_bandwidth, "--link-bandwidth") if link_bandwidth is not None else None
-    network = bandwidth(network_bandwidth, "--network-bandwidth") if network_bandwidth is not None else link
+    link = bandwidth(link_bandwidth, "plan.link_bandwidth") if link_bandwidth is not None else None
+    network = bandwidth(network_bandwidth, "plan.network_bandwidth") if network_bandwidth is not None else link
     flops = None
     if sheet is not None:
         memory = memory or int(sheet.memory_gb * 1e9)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.core import build, devices, shortages
 from lockstep.core.data.loader import MicroBatch
-from lockstep.core.errors import TrainingError
+from lockstep.core.errors import TrainingError, number_of
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World as Ranks
 from lockstep.core.step import TrainState, Update, train_step
@@ -403,7 +403,7 @@ def text(rows: Sequence[EstimateDifference], measured: Measured, peak_flops: Map
     Args:
         peak_flops: peak operations per second of a rank's device, by precision. None: unknown.
     """
-    about = f"{measured.world} rank{'s' * (measured.world > 1)} on {measured.device}, {measured.strategy}, "
+    about = f"{number_of(measured.world, 'rank')} on {measured.device}, {measured.strategy}, "
     about += f"{measured.precision}, micro-batch of {measured.micro_batch}"
     about += f" x {measured.accumulate}" if measured.accumulate > 1 else ""
     about += ", activations recomputed" if measured.recompute else ""
@@ -429,7 +429,7 @@ def text(rows: Sequence[EstimateDifference], measured: Measured, peak_flops: Map
         rate = measured.flops_per_sample * measured.micro_batch * measured.accumulate / measured.step_seconds
         lines.append(f"a rank computes {rate / 1e12:.3g} x 10^12 operations per second")
         if peak := (peak_flops or {}).get(measured.precision):
-            lines[-1] += f", {rate / peak:.0%} of its peak: --utilisation {rate / peak:.2g}"
+            lines[-1] += f", {rate / peak:.0%} of its peak: plan.utilisation={rate / peak:.2g}"
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep_lab.plan.estimate import Estimate, estimate, pass_of
 from lockstep_lab.plan.inputs import Machines, ModelFacts, PrecisionName, Setting, StrategyName
 
@@ -107,7 +107,7 @@ def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) 
         UsageError: an argument is not positive, or not finite.
     """
     if not (0 < save_seconds < math.inf and 0 < failures_per_gpu_year < math.inf):
-        where = "--save-seconds, --failures-per-gpu-year"
+        where = "plan.save_seconds, plan.failures_per_gpu_year"
         raise UsageError("must be finite and above 0", where=where, remedy="give a number such as 30, and 0.5")
     between = YEAR_SECONDS / (failures_per_gpu_year * gpus)
     if save_seconds >= 2 * between:
@@ -181,7 +181,7 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     found = estimate(facts, at_micro_batch(facts, setting, 1))
     reason = _shortage(found, reserve)
     if largest:
-        reason += f"; without accumulation, {largest} samples per GPU fit: a global batch of "
+        reason += f"; without accumulation, {number_of(largest, 'sample')} per GPU would fit: a global batch of "
         reason += f"{largest * setting.data_ranks}"
     return Option(setting.name, found, False, largest or None, reason)
 

@@ -6,7 +6,7 @@ import dataclasses
 import io
 from typing import Any, NamedTuple
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep_lab.plan.estimate import Estimate
 from lockstep_lab.plan.search import LARGEST, Option, PlanResult, gigabytes
 
@@ -26,9 +26,9 @@ class GpuRates(NamedTuple):
         """Raises:
         UsageError: a rate is not above 0.
         """
-        for option, value in (("--watts", self.watts), ("--price-per-gpu-hour", self.price_per_gpu_hour)):
+        for key, value in (("plan.watts", self.watts), ("plan.price_per_gpu_hour", self.price_per_gpu_hour)):
             if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{value:g} is not above 0", where=option, remedy="give a number such as 700 or 2.5")
+                raise UsageError(f"{value:g} is not above 0", where=key, remedy="give a number such as 700 or 2.5")
 
 
 NO_RATES = GpuRates()
@@ -71,9 +71,10 @@ def _header(plan: PlanResult) -> list[str]:
     where = _count(world.gpus) + (f" on {world.nodes} nodes" if world.nodes > 1 else "")
     flops = "unknown" if facts.flops_per_sample is None else f"{facts.flops_per_sample:.4g}"
     part = " on each GPU of a tensor group" if any(p.cut_over > 1 for p in facts.parameters) else ""
-    samples = "" if facts.samples is None else f", {facts.samples} samples in an epoch"
+    samples = "" if facts.samples is None else f", {number_of(facts.samples, 'sample')} in an epoch"
     return [
-        f"{facts.name}: {facts.elements:,} parameters in {len(facts.blocks)} blocks and a root, {facts.optimizer.name}",
+        f"{facts.name}: {facts.elements:,} parameters in {number_of(len(facts.blocks), 'block')} and a root, "
+        f"{facts.optimizer.name}",
         f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample{part}; {facts.data}",
         f"{where} of {memory}{f' ({world.gpu_name})' if world.gpu_name else ''}, {plan.reserve:.0%} reserved",
     ]
@@ -144,13 +145,17 @@ def _details(plan: PlanResult, option: Option) -> list[str]:
     full = setting.micro_batch * setting.accumulate * setting.data_ranks == found.effective_batch
     ranks = _count(plan.world.gpus) if setting.tensor == 1 else f"{setting.data_ranks} tensor groups"
     lines = [
-        f"batch: {found.effective_batch} samples = micro-batches of {'' if full else 'up to '}{setting.micro_batch} x "
+        f"batch: {number_of(found.effective_batch, 'sample')} = micro-batches of "
+        f"{'' if full else 'up to '}{setting.micro_batch} x "
         f"{setting.accumulate} on {ranks}; learning rate {found.learning_rate:.4g} "
         f"(lr_scaling {plan.facts.lr_scaling})"
     ]
     if found.steps_per_epoch is not None:
         epoch = "" if found.epoch_seconds is None else f", {_time(found.epoch_seconds)}"
-        lines.append(f"epoch: {found.samples_per_epoch} samples, {found.steps_per_epoch} steps{epoch}")
+        lines.append(
+            f"epoch: {number_of(found.samples_per_epoch or 0, 'sample')}, "
+            f"{number_of(found.steps_per_epoch, 'step')}{epoch}"
+        )
     if found.training_seconds is not None:
         lines.append(f"training: {_time(found.training_seconds)} at {plan.world.utilisation:.0%} of the GPU's peak")
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.memory.at_peak.items() if size)

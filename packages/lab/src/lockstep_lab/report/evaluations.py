@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.errors import number_of
 from lockstep.parts import metric_arrays
 from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.metrics_file import LoggedMetrics
@@ -71,7 +72,11 @@ def _by_step(run: RunSummary, names: Sequence[str]) -> list[Markup]:
         head: str = number_text(step)
         rows.append([element("span", f"{head} best", class_="best") if step == best else head, *cells])
     notes = [f"The last {_ROWS} of {len(steps):,} evaluations; the curves show all."] if len(steps) > _ROWS else []
-    notes += [f"{len(names) - _COLUMNS} more results are only shown as curves."] if len(names) > _COLUMNS else []
+    notes += (
+        [f"{number_of(len(names) - _COLUMNS, 'more result', 'is', 'are')} only shown as curves."]
+        if len(names) > _COLUMNS
+        else []
+    )
     content = [table(("step", *columns), rows, "numbers", label="Evaluations")] if rows else []
     return [*content, *([element("p", " ".join(notes), class_="soft")] if notes else [])]
 
@@ -185,7 +190,10 @@ def _pictures(run: RunSummary, room: int) -> list[Markup]:
     if folded_figures:
         content_parts.append(folded("earlier images", element("div", folded_figures, class_="pictures")))
     if left_out:
-        said = f"{left_out} images are left out to keep the page small; the run directory has all of them."
+        said = (
+            f"{number_of(left_out, 'image', 'is', 'are')} left out to keep the page small; the run directory "
+            "has all of them."
+        )
         content_parts.append(element("p", said, class_="soft"))
     return content_parts
 

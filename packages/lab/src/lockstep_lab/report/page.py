@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
+from lockstep.core.errors import number_of
 from lockstep_lab.report import charts
 from lockstep_lab.report.charts import Chart
 from lockstep_lab.report.markup import Markup, element, shortened
@@ -55,7 +56,7 @@ def figures(shown: Sequence[Chart], number_from: int = 0) -> tuple[Markup, list[
     elements = []
     for number, chart in enumerate(shown, number_from):
         rows = [[label, *map(number_text, facts)] for label, facts in chart.facts()]
-        more = [f"{chart.left_out} more lines are left out."] if chart.left_out else []
+        more = [f"{number_of(chart.left_out, 'more line', 'is', 'are')} left out."] if chart.left_out else []
         thinned = "Downsampled: each point is the minimum or maximum of neighbouring entries, so no peak is lost."
         more += [thinned] if chart.thinned else []
         facts = table(("", "first", "smallest", "largest", "last"), rows, "numbers", label=f"Values of {chart.title}")

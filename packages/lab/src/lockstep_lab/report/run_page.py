@@ -12,6 +12,7 @@ import yaml
 
 import lockstep
 from lockstep.core import atomic
+from lockstep.core.errors import number_of
 from lockstep.parts.ending import duration
 from lockstep_lab.report import charts, commands, evaluations, page, run, timeline
 from lockstep_lab.report.config_difference import flat
@@ -75,7 +76,7 @@ def to_html(shown: RunSummary) -> str:
             [
                 element("p", hint + restarts, class_="soft"),
                 plots,
-                *([folded(f"{len(more_values)} more charts", more)] if more_values else []),
+                *([folded(number_of(len(more_values), "more chart"), more)] if more_values else []),
             ]
             if curves
             else [_nothing("no entry is logged")],

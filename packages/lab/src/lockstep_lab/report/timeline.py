@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
+from lockstep.core.errors import number_of
 from lockstep.parts.ending import duration
 from lockstep_lab.report import page, svg
 from lockstep_lab.report.markup import Markup, element
@@ -50,7 +51,7 @@ def endings(starts: Sequence[LoggedStart], is_running: bool | None = None) -> li
         )
         if after is None and not start.ending and not start.is_complete:
             text = {True: "is running", False: "was killed or failed", None: "is running or was killed"}[is_running]
-        again = f"; {lost:,} step{'s' * (lost != 1)} repeated" if lost > 0 else ""
+        again = f"; {number_of(lost, 'step')} repeated" if lost > 0 else ""
         said.append(text + again)
     return said
 
@@ -80,6 +81,6 @@ def _picture(starts: Sequence[LoggedStart], is_running: bool | None = None) -> M
         width = max(3.0, (end - begin) / total * _WIDTH)
         about = f"{start.at}: steps {start.from_step} to {start.reached}; {ending}"
         bars.append(svg.rect(left, 12, width, 22, about, class_="ran" if start.is_complete else "lost"))
-    label = f"{len(starts)} start{'s' * (len(starts) != 1)} within {duration(total)}"
+    label = f"{number_of(len(starts), 'start')} within {duration(total)}"
     picture = svg.drawing(_WIDTH, _HEIGHT, bars, class_="line", aria_label=label, preserveAspectRatio="none")
     return element("div", picture, element("p", f"{label}.", class_="soft"))

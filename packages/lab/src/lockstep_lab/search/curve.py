@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 
 DIVERGED = 4.0
 """The test ends when the smoothed loss is this many times the smallest."""
@@ -42,7 +42,11 @@ def check(low: float, high: float, steps: int) -> None:
         remedy = "give two rates above 0, the lower first, such as --from 1e-7 --to 10"
         raise UsageError(f"from {low:g} to {high:g} is not a range", where="--from, --to", remedy=remedy)
     if steps < 10:
-        raise UsageError(f"{steps} steps show no curve", where="--steps", remedy="use at least 10 steps, better 100")
+        raise UsageError(
+            f"{number_of(steps, 'step', 'shows', 'show')} no curve",
+            where="--steps",
+            remedy="use at least 10 steps, better 100",
+        )
 
 
 def rate_at(step: int, steps: int, low: float, high: float) -> float:
@@ -81,7 +85,11 @@ def suggest(rates: Sequence[float], losses: Sequence[float], keep: float) -> Sug
     if not losses:
         return Suggestion(None, None, "there are no losses: check the data and the model")
     if len(losses) < skipped + 3:
-        return Suggestion(None, None, f"only {len(losses)} steps have a loss: start at a lower rate, or use more steps")
+        return Suggestion(
+            None,
+            None,
+            f"only {number_of(len(losses), 'step', 'has', 'have')} a loss: start at a lower rate, or use more steps",
+        )
     averages = smoothed(losses, keep)
     place = min(range(skipped, len(averages)), key=averages.__getitem__)
     fall = max(averages[skipped], sum(losses[:skipped]) / skipped) - averages[place]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep_lab.report import metrics_file
 from lockstep_lab.report.markup import shortened
 
@@ -118,7 +118,7 @@ def environments(parallel: int, ranks: int, device: str) -> list[dict[str, str]]
         share = {"OMP_NUM_THREADS": str(max(1, cores // parallel))}
         return [share if parallel > 1 and "OMP_NUM_THREADS" not in os.environ else {} for _ in range(parallel)]
     if gpus < parallel * ranks:
-        what = f"{parallel} trials at once on {ranks} rank{'s' * (ranks > 1)} need {parallel * ranks} GPUs"
+        what = f"{parallel} trials at once on {number_of(ranks, 'rank')} need {parallel * ranks} GPUs"
         raise UsageError(f"{what}, but there are {gpus}", where="--parallel", remedy="give a smaller number")
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = names if len(names) == gpus and all(names) else [str(number) for number in range(gpus)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from lockstep.core.errors import number_of
 from lockstep_lab.search.chart import BLUE, PALE, Axis, SweepChart
 from lockstep_lab.search.learning_rate import RangeTest
 
 
 def text(found: RangeTest) -> str:
     """The suggestion with the keys to use, or why there is none."""
-    lines = [f"{len(found.losses)} steps" + (f", ended early: {found.ended}" if found.ended else "")]
+    lines = [f"{number_of(len(found.losses), 'step')}" + (f", ended early: {found.ended}" if found.ended else "")]
     if found.averages:
         place = min(range(len(found.averages)), key=found.averages.__getitem__)
         lines[0] += f"; the smallest smoothed loss is {found.averages[place]:.4g} at {found.rates[place]:.2g}"

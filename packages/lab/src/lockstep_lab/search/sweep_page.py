@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.configs import config_file
 from lockstep.core import atomic
+from lockstep.core.errors import number_of
 from lockstep_lab.report import charts, metrics_file, page
 from lockstep_lab.report.charts import Line
 from lockstep_lab.report.markup import Markup, element
@@ -95,7 +96,7 @@ def write(results: Ranked) -> list[Path]:
     if best is not None:
         keys = [*order.overrides, *overrides_of(best.values)]
         config = config_file.to_yaml(config_file.load(order.target, keys))
-        about = [f"# The best of {len(results.records)} trials: {order.folder_of(best.number).name}, with"]
+        about = [f"# The best of {number_of(len(results.records), 'trial')}: {order.folder_of(best.number).name}, with"]
         about[0] += f" {order.grid.metric} = {best.value:.6g}."
         about.append(f"# {' '.join(shlex.quote(key) for key in keys)}")
         files.append(order.folder / BEST)

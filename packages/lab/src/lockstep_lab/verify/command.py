@@ -16,7 +16,7 @@ import torch
 
 import lockstep
 from lockstep.core import atomic, devices
-from lockstep.core.errors import LockstepError, UsageError, did_you_mean
+from lockstep.core.errors import LockstepError, UsageError, did_you_mean, number_of
 from lockstep_lab.verify import html_report, report, worker_functions
 from lockstep_lab.verify.checks import CHECKS, DEFAULT
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
@@ -106,7 +106,9 @@ def _check_arguments(checks: Sequence[str], steps: int | None) -> None:
         remedy = f"{did_you_mean(unknown[0], CHECKS)}There are: {', '.join(CHECKS)}"
         raise UsageError(f"there is no check {unknown[0]!r}", where="--checks", remedy=remedy)
     if steps is not None and steps < _FEWEST_STEPS:
-        raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
+        raise UsageError(
+            f"{number_of(steps, 'step', 'is', 'are')} too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more"
+        )
 
 
 def make_folder(run_dir: Path) -> Path:
@@ -193,7 +195,7 @@ def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], 
     gpus = devices.gpus() if config["device"] in ("auto", "cuda") else 0
     if not 0 < gpus < nproc:
         return dict(config)
-    counted = f"{gpus} GPU{'s' * (gpus > 1)} for {nproc} ranks"
+    counted = f"{number_of(gpus, 'GPU')} for {nproc} ranks"
     if config["device"] == "cuda":
         raise UsageError(
             f"this machine has {counted}",
@@ -201,7 +203,7 @@ def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], 
             remedy=f"use device=cpu, which shows the same about the training, or --nproc {gpus}"
             + (" for the checks that a single rank can show" if gpus == 1 else ""),
         )
-    tell(f"note: {counted}, so the checks run on the CPU; --nproc {gpus} runs them on the GPU{'s' * (gpus > 1)}")
+    tell(f"note: {counted}, so the checks run on the CPU; --nproc {number_of(gpus, 'runs them on the GPU')}")
     return {**config, "device": "cpu"}
 
 

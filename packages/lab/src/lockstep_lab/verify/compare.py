@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.core.errors import number_of
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.reference.checkpoint import SavedState
 from lockstep_lab.verify.reference.data import numbers
@@ -111,7 +112,8 @@ def first_difference_of_runs(first: list[Recording], again: list[Recording]) -> 
             names = [name for name in digests if digests[name] != other_digests.get(name)]
             if names:
                 return step, (
-                    f"{names[0]} and {len(names) - 1} other tensors differ after step {step + 1} of a second run, "
+                    f"{names[0]} and {number_of(len(names) - 1, 'other tensor', 'differs', 'differ')} after step "
+                    f"{step + 1} of a second run, "
                     f"on rank {rank}"
                 )
     return None

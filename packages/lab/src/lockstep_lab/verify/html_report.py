@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.errors import number_of
 from lockstep_lab.report import page
 from lockstep_lab.report.charts import Chart, Line
 from lockstep_lab.report.markup import Markup, element, shortened
@@ -32,7 +33,7 @@ def to_html(result: VerifyResult) -> str:
 def _header(result: VerifyResult) -> list[Markup]:
     number = counts(result)
     state = "fault" if number["fault"] else "not-shown" if not number["passed"] else "passed"
-    facts = [f"{result.nproc} rank{'s' * (result.nproc != 1)}", result.device] + ["quick"] * result.quick
+    facts = [f"{number_of(result.nproc, 'rank')}", result.device] + ["quick"] * result.quick
     facts += [*(f"{name} {version}" for name, version in result.versions.items()), f"{result.seconds:.0f} s"]
     passed = f"{number['passed']} of {len(result.checks)} checks passed"
     return [

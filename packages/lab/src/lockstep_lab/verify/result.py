@@ -76,8 +76,3 @@ def fault(reason: str, **more: Any) -> CheckResult:
 def not_shown(reason: str, **more: Any) -> CheckResult:
     """The check cannot decide, for this reason. `more`: further fields of the result."""
     return CheckResult("not shown", f"cannot be shown because {reason}", **more)
-
-
-def counted(number: int, name: str) -> str:
-    """A number and what it counts, in singular or plural."""
-    return f"{number} {name}{'s' * (number != 1)}"

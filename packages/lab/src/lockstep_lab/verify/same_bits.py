@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import listed
+from lockstep.core.errors import listed, number_of
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.experiments import ExperimentRunner, once
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference.checkpoint import newest
-from lockstep_lab.verify.result import counted
 
 if TYPE_CHECKING:
     from lockstep.parts.replicas import StateDigests
@@ -32,7 +31,7 @@ class Way:
 
     def __str__(self) -> str:
         counts = [ranks for ranks, _ in self.parts]
-        return counted(counts[0], "rank") if len(counts) == 1 else f"{', then '.join(map(str, counts))} ranks"
+        return number_of(counts[0], "rank") if len(counts) == 1 else f"{', then '.join(map(str, counts))} ranks"
 
 
 @dataclass
@@ -174,7 +173,7 @@ def first_difference(first: BitsOutcome, other: BitsOutcome, count: int) -> Firs
         texts = [text for text in (_batch(first, other, step, count), _figure(first, other, step)) if text]
         names = _tensors(first.digests.get(step, []), other.digests.get(step, []))
         if names:
-            texts.append(f"{names[0]} and {len(names) - 1} other tensors differ")
+            texts.append(f"{names[0]} and {number_of(len(names) - 1, 'other tensor', 'differs', 'differ')}")
         if texts:
             in_batch = first.batches.get(step) != other.batches.get(step)
             words = f"after step {step} " if step else "before the first step "

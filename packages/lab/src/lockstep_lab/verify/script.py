@@ -15,7 +15,7 @@ import torch
 
 import lockstep
 from lockstep.core import devices
-from lockstep.core.errors import LockstepError, UsageError, did_you_mean
+from lockstep.core.errors import LockstepError, UsageError, did_you_mean, number_of
 from lockstep_lab.verify import command, compare, report, script_compare
 from lockstep_lab.verify.experiments import ExperimentFailed, values_of
 from lockstep_lab.verify.result import CheckResult, VerifyResult, fault, not_shown, passed
@@ -59,7 +59,9 @@ def verify_script(
         remedy = f"{did_you_mean(unknown[0], CHECKS)}For a script there are: {', '.join(CHECKS)}"
         raise UsageError(f"there is no check {unknown[0]!r}", where="--checks", remedy=remedy)
     if steps < _FEWEST_STEPS:
-        raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
+        raise UsageError(
+            f"{number_of(steps, 'step', 'is', 'are')} too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more"
+        )
     start = time.perf_counter()
     folder = command.make_folder(run_dir)
     try:
@@ -171,7 +173,7 @@ class ScriptRuns:
         """What the ranks of a run answered."""
         run = replace(self.asked, folder=str(self.folder / name), **changes)
         with self.log.open("a") as log:
-            print(f"\n==== {name}: {world} rank{'s' * (world > 1)}", file=log)
+            print(f"\n==== {name}: {number_of(world, 'rank')}", file=log)
         workers = self.workers or Workers(self.log)
         try:
             return workers.run(world, answering, run_script, run)
@@ -237,7 +239,7 @@ def resume(runs: ScriptRuns) -> CheckResult:
     undisturbed = runs.on_ranks()
     count, rank = len(undisturbed.first.losses), runs.nproc - 1
     if count < _FEWEST_STEPS:
-        return not_shown(f"the script makes {count} steps, but a kill midway needs {_FEWEST_STEPS}")
+        return not_shown(f"the script makes {number_of(count, 'step')}, but a kill midway needs {_FEWEST_STEPS}")
     every = max(1, count // 4)
     killed_after = 2 * every + 1
     changes = {"exact": True, "save_every": every}

@@ -144,7 +144,7 @@ def test_modules_that_began_in_another_mode_are_named_for_any_rank():
 
 def test_a_parameter_without_gradient_on_all_ranks_is_a_fault():
     assert (
-        "1 trainable parameters got only zero gradients in 4 steps: b"
+        "1 trainable parameter got only zero gradients in 4 steps: b"
         in checked([steps(unused=["a", "b"]), steps(unused=["b"])]).reason
     )
     assert checked([steps(unused=["a"]), steps(unused=["b"])]).status == "passed"

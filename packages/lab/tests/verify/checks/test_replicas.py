@@ -107,7 +107,7 @@ def test_a_tensor_that_differs_is_named_with_its_ranks():
     result = replicated(WHOLE, WHOLE | {"model.b": (0, 3, (0, 99)), "model.a": (0, 6, (0, 98))})
     assert result.status == "fault"
     assert (result.reason, result.value) == (
-        "since step 1 ranks 0 and 1 differ in model.a, and 1 other tensors",
+        "since step 1 ranks 0 and 1 differ in model.a, and 1 other tensor",
         2.0,
     )
     digests = [(row["tensor"], row["rank"], row["digest"][-2:]) for row in result.rows]

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from lockstep.core import task_checks
 from lockstep.core.data.dataset import member_of
+from lockstep.core.errors import number_of
 from lockstep.core.foreign_task import Keys, refused
 
 KEPT = frozenset(
@@ -92,7 +93,9 @@ def single(found: Any, where: str) -> DataLoader[Any]:
     if isinstance(found, list | tuple) and len(found) == 1:
         found = found[0]
     if not isinstance(found, DataLoader):
-        kind = f"{len(found)} loaders" if isinstance(found, list | tuple | dict) else f"a {type(found).__name__}"
+        kind = (
+            number_of(len(found), "loader") if isinstance(found, list | tuple | dict) else f"a {type(found).__name__}"
+        )
         remedy = "return one torch.utils.data.DataLoader; join several data sets with ConcatDataset"
         raise refused(f"it returns {kind}", where, remedy)
     if isinstance(found.dataset, torch.utils.data.IterableDataset):

@@ -13,7 +13,7 @@ import typer
 from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug
 from lockstep.cli.reporting import reporting
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 
 _TABLES = (".csv", ".tsv", ".json", ".txt")
 
@@ -68,7 +68,7 @@ def shards(
             def tell(name: str, count: int) -> None:
                 shown.advance(count)
                 if shown.progress is None:
-                    print(f"{name}: {count:,} samples", flush=True)
+                    print(f"{name}: {number_of(count, 'sample')}", flush=True)
 
             kind = None if format is None else format.value
             try:
@@ -82,7 +82,9 @@ def shards(
         index = done.index
         kept = f", {done.resumed:,} of them written earlier" if done.resumed else ""
         count = len(index["shards"])
-        print(f"{out}: {index['samples']:,} samples in {count:,} shard{'s' * (count > 1)} ({index['format']}){kept}")
+        print(
+            f"{out}: {number_of(index['samples'], 'sample')} in {number_of(count, 'shard')} ({index['format']}){kept}"
+        )
         print("Next, in your own task:")
         print("    def train_data(self):")
         print(f"        return lockstep_recipes.Shards({out!r})")

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from lockstep.core import atomic
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.order import permute
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep_recipes.shards.counts import count
 from lockstep_recipes.shards.encode import SUFFIXES, Encoder, fitting
 from lockstep_recipes.shards.files import Files, tried
@@ -173,7 +173,9 @@ def _check_source(samples: Any, index: Mapping[str, Any], shuffle: int | None, o
         return
     count, remedy = index["samples"], "empty this folder, and write all shards again"
     if len(samples) != count:
-        raise DataError(f"it has {count:,} samples, but the source now has {len(samples):,}", where=out, remedy=remedy)
+        raise DataError(
+            f"it has {number_of(count, 'sample')}, but the source now has {len(samples):,}", where=out, remedy=remedy
+        )
     (last,) = _places(count - 1, count, shuffle)
     if index.get("end") not in (None, digest_of(samples[last])):
         raise DataError("the samples of the source have changed", where=out, remedy=remedy)
@@ -216,13 +218,13 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
 def _entry(name: str, data: bytes, samples: int, kind: str) -> dict[str, Any]:
     """The index entry of a shard. Its samples are counted as readers count them."""
     try:
-        counted = count(Shard(ShardLocation(name, len(data)), kind), io.BytesIO(data))
+        found = count(Shard(ShardLocation(name, len(data)), kind), io.BytesIO(data))
     except DataError as error:
         raise DataError(error.what, where=error.where, remedy="rename samples and values") from error
-    if counted.samples != samples:
-        what = f"{samples} samples were written, but a reader counts {counted.samples}"
+    if found.samples != samples:
+        what = f"{number_of(samples, 'sample', 'was', 'were')} written, but a reader counts {found.samples}"
         raise DataError(what, where=name, remedy="give a different --format")
-    blocks = {"ends": counted.ends, "begins": counted.begins, "stops": counted.stops}
+    blocks = {"ends": found.ends, "begins": found.begins, "stops": found.stops}
     return {"name": name, "bytes": len(data), "samples": samples} | blocks
 
 

@@ -109,7 +109,7 @@ def test_a_run_draws_its_patients_and_tells_what_is_undefined(run):
     arrays = json.loads((run / "metric_arrays.jsonl").read_text())
     assert arrays["label_counts"] == [[2, 1, 1], [2, 1, 1]]
     assert "training: 5 volumes of 5 patients" in log
-    assert "1 rows without a known label are left out" in log
+    assert "left out: 1 row without a known label" in log
     assert "fewer than 10 labels of yes or no" in log
     entry = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
     assert entry["eval/samples"] == 2

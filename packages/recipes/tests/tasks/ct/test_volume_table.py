@@ -45,7 +45,7 @@ def test_samples(table):
     np.testing.assert_array_equal(data.labels, np.array([[0, 1, 1], [0, np.nan, np.nan]], dtype=np.float32))
     assert data.labels.dtype == np.float32
     assert data.patients == ["p1", "p2"]
-    assert any("1 rows without a known label are left out" in note for note in data.notes)
+    assert any("left out: 1 row without a known label" in note for note in data.notes)
     sample = data[1]
     np.testing.assert_array_equal(sample.slices, scans.voxels(5, seed=1))
     np.testing.assert_array_equal(sample.positions, 2.0 * np.arange(5))
@@ -99,23 +99,23 @@ def test_horizons():
 def test_paths_that_do_not_exist(table):
     source = table(*ROWS, "p5,x.npz,train,A,1,1,", "p6,,train,A,1,1,")
     with pytest.raises(
-        DataError, match=r"2 of 4 volumes do not exist: .*labels.csv:6 \(x.npz\), .*labels.csv:7 \(blank\)"
+        DataError, match=r"2 of 4 volumes not found: .*labels.csv:6 \(x.npz\), .*labels.csv:7 \(blank\)"
     ):
         read(source)
-    with pytest.raises(DataError, match=r"1 volumes have several rows: .*a\.npz"):
+    with pytest.raises(DataError, match=r"1 volume has several rows: .*a\.npz"):
         read(table("p1,a.npz,train,D,0,1,1", "p2,a.npz,train,D,0,1,1"))
 
 
 def test_a_patient_in_both_parts(table):
     source = table(*ROWS, "p1,e.npz,val,A,0,0,")
-    with pytest.raises(DataError, match=r"1 patients are in .*: p1 \(.*labels.csv:2 and .*labels.csv:6\)"):
+    with pytest.raises(DataError, match=r"1 patient is in .*: p1 \(.*labels.csv:2 and .*labels.csv:6\)"):
         check_patients_apart(read(source), read(source, "eval"))
 
 
 def test_a_volume_in_both_parts(table, tmp_path):
     train = read(table("p1,a.npz,1", "p2,b.npz,0", header="patient,image,death_1y"))
     other = read(table("p9,./b.npz,1", header="patient,image,death_1y", name="other.csv"), "eval")
-    with pytest.raises(DataError, match=r"1 volumes are in .*b.npz \(.*labels.csv:3 and .*other.csv:2\)"):
+    with pytest.raises(DataError, match=r"1 volume is in .*b.npz \(.*labels.csv:3 and .*other.csv:2\)"):
         check_patients_apart(train, other)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -162,7 +162,7 @@ def test_folds_do_not_depend_on_the_order_of_rows_and_the_name_of_the_table(tabl
 def test_rows_that_are_not_used_are_noted(table):
     header = "patient,image,split,death_1y"
     source = table("p1,a.npz,train,1", "p2,b.npz,val,0", "p3,c.npz,test,1", "p4,d.npz,test,0", header=header)
-    assert "2 rows of other evaluation splits are not used: test" in read(source, "eval").notes
+    assert "not used: 2 rows of other evaluation splits: test" in read(source, "eval").notes
     assert "folds use all rows: column 'split' is ignored" in read(source, fold="1/2").notes
 
 

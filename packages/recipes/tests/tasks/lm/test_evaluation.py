@@ -278,7 +278,7 @@ def test_the_log_has_results_prompts_and_padding(run_dir):
     assert "'the cat' -> '" in log
     assert "'a' -> '" in log
     assert re.search(r"rows of 32 tokens, several documents in a row: \d\.\d\d% of the tokens are padding", log)
-    assert re.search(r"\d documents are longer than task.length", log)
+    assert re.search(r"split over rows: \d documents? longer than task.length", log)
     assert "Lockstep's small model (as Llama)" in log
 
 

@@ -50,7 +50,7 @@ def test_equal_pictures_are_found_within_training_and_between_training_and_evalu
     )
     assert "b/copy.jpg = a/2.jpg" in copies
     assert "b/copy-3.jpg" in copies
-    assert leaks.startswith("WARNING: evaluation: 2 images are also training images (equal byte by byte)")
+    assert leaks.startswith("WARNING: evaluation: 2 images are also in the training data (equal byte by byte)")
     assert "a/leak.jpg = a/4.jpg" in leaks
     assert "b/link.jpg = b/5.jpg" in leaks
 
@@ -62,14 +62,14 @@ def test_parts_of_one_data_set_and_shards_are_compared_too(folder):
     held = [names.index("b/copy.jpg")]
     kept = [index for index in range(len(train)) if index not in held]
     (leak,) = lines(train.part(np.array(kept)), train.part(np.array(held)))  # as `task.eval_fraction` holds back
-    assert "1 images are also training images" in leak
+    assert "1 image is also in the training data" in leak
     members = [
         (f"{key}.{kind}", content)
         for key, number in (("x", 1), ("y", 2), ("z", 1))
         for kind, content in (("jpg", jpeg(number)), ("cls", b"0"))
     ]
     (copies,) = lines(records(shard(folder / "s.tar", members)))
-    assert "1 images are copies of others (equal byte by byte)" in copies
+    assert "1 image is a copy of others (equal byte by byte)" in copies
 
 
 @pytest.mark.parametrize("embed", [True, False])
@@ -85,7 +85,7 @@ def test_pictures_in_columns_of_data_sets_are_compared(folder, embed):
     train, evaluation = records(folder / "saved-train"), records(folder / "saved-val", classes=None)
     assert [train.pictures.size(row) for row in range(6)] == [len(train[row].data) for row in range(6)]
     (leak,) = lines(train, evaluation)
-    assert "evaluation: 1 images are also training images" in leak
+    assert "evaluation: 1 image is also in the training data" in leak
     assert "compared" not in leak
     turned = train.pictures.data.select([5, 0, 3])  # rows by their numbers, without a copy
     assert data_set_images(turned, "image", name="x").size(0) == train.pictures.size(5)
@@ -113,9 +113,9 @@ def test_a_file_under_two_ids_and_doubled_boxes_of_coco(tmp_path):
     file.write_text(json.dumps(content))
     data = read_boxed_images(str(file), "train", DetectionOptions())
     (line,) = lines(data)
-    assert line.startswith("training: 1 files occur more than once, under several ids or names: a.png = a.png")
+    assert line.startswith("training: 1 file occurs more than once, under several ids or names: a.png = a.png")
     (line,) = duplicates.of_boxes(data.annotations)
-    assert line.startswith("1 boxes are duplicates (same image, class and coordinates), the first: ")
+    assert line.startswith("1 box is a duplicate (same image, class and coordinates), the first: ")
     assert "annotation 500" in line or "annotation 100" in line
     assert duplicates.of_boxes(read_boxed_images(str(coco(tmp_path)), "train", DetectionOptions()).annotations) == []
 
@@ -143,7 +143,7 @@ def test_equal_texts_are_found_within_training_and_between_training_and_evaluati
         "row 2 = row 0, row 3 = row 0"
     )
     assert leaks == (
-        "WARNING: evaluation: 1 texts are also training texts (identical text), so its results may be too good: "
+        "WARNING: evaluation: 1 text is also in the training data (identical text), so its results may be too good: "
         "row 1 = row 1"
     )
     monkeypatch.setattr(duplicates, "MOST_TEXTS", 4)
@@ -158,5 +158,5 @@ def test_the_head_of_the_log_has_these_lines(folder):
         Image.new("RGB", (9, 9)).save(put(folder / part / "A" / f"{part}.png"))
     task = Classification(ClassificationOptions(), str(folder))
     header = "\n".join(task.presenter(task).log_header())
-    assert "2 images are also training images" in header
+    assert "2 images are also in the training data" in header
     assert "'A' and 'a'" in header

@@ -51,7 +51,7 @@ def test_files_that_are_meant(folder, arguments, expected):
         ("nowhere.jpg", "no such file or folder"),
         ("empty", "no file in this folder can be used"),
         ("pictures/*.gif", "no file matches this pattern"),
-        ("pictures/*.txt", "1 names match, but none can be used"),
+        ("pictures/*.txt", "1 name matches, but none can be used"),
     ],
 )
 def test_what_names_no_file_is_an_error(folder, argument, expected):

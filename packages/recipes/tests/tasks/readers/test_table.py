@@ -139,13 +139,13 @@ def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it
     path = put(tmp_path, "a.tsv", as_csv(TABLE, delimiter="\t"))
     assert read(path, quoting="minimal").columns == COLUMNS
     assert [read(path, quoting="minimal").where(row).removeprefix(str(path)) for row in range(3)] == LINES
-    with pytest.raises(DataError, match="1 fields, but the header has 2") as caught:
+    with pytest.raises(DataError, match="1 field, but the header has 2") as caught:
         read(path)
     assert caught.value.where == f"{path}:3"
     assert "task.quoting=minimal" in caught.value.remedy
     quoted = read(put(tmp_path, "b.tsv", 'text\tlabel\n"one ""two"""\ta\n"three"\tb\nfour\ta\n'))
     assert quoted.columns["text"] == ['"one ""two"""', '"three"', "four"]
-    assert "2 fields are in" in quoted.notes[0]
+    assert "2 fields in" in quoted.notes[0]
     assert "task.quoting=minimal" in quoted.notes[0]
 
 
@@ -426,11 +426,11 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "a.csv",
             'text,label\r\n"a\r\nb\r\nc",x\r\nd\r\n',
             ":5",
-            "1 fields, but the header has 2 (text, label)",
+            "1 field, but the header has 2 (text, label)",
             "quotes",
         ),
         ("a.csv", 'text,label\n"a\nb",x,y\n', ":2", "3 fields, but", "quotes"),
-        ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 fields, but", "quotes"),
+        ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 field, but", "quotes"),
         (
             "a.csv",
             'text,label\n"a\n\nb",c\n"d,e\nf,g\n',
@@ -439,7 +439,7 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "quoted field must end",
         ),
         ("a.csv", 'text,label\na,b\n"c"d,e\n', ":3", "not CSV: ',' expected after '\"'", "quoted field must end"),
-        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 fields, but the header has 2", "task.quoting=none"),
+        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 field, but the header has 2", "task.quoting=none"),
         ("a.tsv", "text\tlabel\na\tb\tc\n", ":2", "3 fields, but the header has 2", "task.quoting=minimal"),
         (
             "a.csv",
@@ -525,7 +525,7 @@ def test_rows_are_compared_with_the_first_where_there_is_no_header(tmp_path):
     with pytest.raises(DataError) as caught:
         read(path, header=False)
     assert caught.value.where == f"{path}:3"
-    assert caught.value.what == "1 fields, but the first line has 2 (0, 1)"
+    assert caught.value.what == "1 field, but the first line has 2 (0, 1)"
     assert read(put(tmp_path, "b.csv", "a,a\n"), header=False).columns == {"0": ["a"], "1": ["a"]}
     with pytest.raises(DataError, match="no rows") as caught:
         read(put(tmp_path, "c.csv", "\n"), header=False)

@@ -691,7 +691,7 @@ def test_label_that_training_lacks_is_an_error_with_file_and_line(few, tmp_path)
 
 
 def test_one_label_is_nothing_to_learn(few, tmp_path):
-    with pytest.raises(DataError, match=r"1 labels \(pos\)"):
+    with pytest.raises(DataError, match=r"1 label \(pos\)"):
         text_task(**few | {"train": table(tmp_path / "one.csv", [("good", "pos"), ("very good", "pos")])}).model()
 
 
@@ -701,12 +701,12 @@ def test_one_label_is_nothing_to_learn(few, tmp_path):
         (
             [(f"text {number}", f"label {number}") for number in range(8)],
             {},
-            "is 0.1 of 8 texts, and 8 of 8 labels occur only once",
+            "is 0.1 of 8 texts, and 8 of 8 labels with a single text",
         ),
         (
             [(f"text {number}", f"label {number}") for number in range(8)],
             {"multi_label": True},
-            "is 0.1 of 8 texts, and 8 of 8 labels occur only once",
+            "is 0.1 of 8 texts, and 8 of 8 labels with a single text",
         ),
         ([(f"text {number}", "ab"[number % 2]) for number in range(4)], {}, "is 0.1 of 4 texts"),
     ],
@@ -738,10 +738,10 @@ def test_quotes_that_were_read_as_letters_are_told_once(few, tmp_path):
     (tmp_path / "a.tsv").write_text("text\tlabel\n" + '"good film"\tpos\n"bad film"\tneg\n' * 10)
     task = text_task(**few | {"train": str(tmp_path / "a.tsv"), "eval_fraction": 0.1})
     lines = task.presenter(task).log_header()
-    assert ["20 fields are in" in line for line in lines].count(True) == 1
+    assert ["20 fields in" in line for line in lines].count(True) == 1
     task = text_task(**few | {"train": str(tmp_path / "a.tsv"), "quoting": "minimal"})
     assert task.train_data()[0].text == "good film"
-    assert not any("fields are in" in line for line in task.presenter(task).log_header())
+    assert not any("fields in" in line for line in task.presenter(task).log_header())
 
 
 def test_unwritable_run_directory_is_an_error(few, tmp_path):

@@ -239,7 +239,7 @@ def test_rows_of_a_data_set_keep_their_number_when_others_are_left_out(tmp_path)
 def test_a_pair_is_empty_only_where_both_texts_are(lines):
     rows = [{"text": "a", "text_pair": "", "label": 1}, {"text": "", "text_pair": "b", "label": 1}]
     assert len(read_texts(lines(rows))) == 2
-    with pytest.raises(DataError, match="1 empty texts"):
+    with pytest.raises(DataError, match="1 empty text "):
         read_texts(lines([*rows, {"text": "", "text_pair": " ", "label": 1}], "b.jsonl"))
 
 
@@ -302,7 +302,7 @@ def test_the_first_text_with_a_label_unknown_to_training_is_named(lines, several
     texts = read_texts(source, multi_label=several, empty="drop")
     with pytest.raises(DataError) as caught:
         match_labels(texts, ["a", "b", "c"])
-    assert caught.value.what == "label 'new' does not occur in the training data, and 1 others"
+    assert caught.value.what == "label 'new' does not occur in the training data, and 1 other"
     assert caught.value.where == f"{source.name}:4"
     assert "the 3 labels are: a, b, c;" in caught.value.remedy
     with pytest.raises(DataError) as caught:

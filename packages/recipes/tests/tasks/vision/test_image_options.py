@@ -64,7 +64,7 @@ def test_sizes_between_lie_between_and_are_multiples(later, first, multiple, epo
         ("task.image_size={0: 128, 1.5: 160}", "neither epochs nor fractions"),
         ("task.image_size={0: 128, 0.5: 160} task.eval_size=160", "write epochs, or set train.epochs"),
         ("task.eval_size=256 task.eval_resize=224", "eval_resize >= 256"),
-        ("task.mean=[0.5]", "mean has 1 numbers, but channels is 3"),
+        ("task.mean=[0.5]", "mean has 1 number, but channels is 3"),
         ("task.augment.crops=shift", "task.augment.crop?"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.core.errors import number_of
 from lockstep_lab.verify import same_bits
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
@@ -40,6 +41,9 @@ def compared(experiments: ExperimentRunner, ways: list[Way]) -> CheckResult:
             text = f"{count} virtual ranks on {first} and on {way}: {found.words}"
             why = same_bits.cause(experiments, way, outcome, found)
             return fault(f"{text}. {why}", value=float(max(1, found.tensors)), rows=rows, curves=curves, **what)
-    text = f"{length} steps of {count} virtual ranks on {'; '.join(map(str, ways))}: the same bits in every tensor"
+    text = (
+        f"{number_of(length, 'step')} of {count} virtual ranks on {'; '.join(map(str, ways))}: the same bits "
+        "in every tensor"
+    )
     text += f", logged figure and checkpoint (sha256 {reference.checkpoint[:_DIGITS]})"
     return passed(text, value=0.0, rows=rows, curves=curves, **what)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lockstep.core.errors import number_of
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.experiments import ExperimentRunner
-from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, passed
+from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
 _PREDICTED_SAMPLES = 64
 _LARGEST_MICRO_BATCH = 16
@@ -65,7 +66,10 @@ def evaluation(experiments: ExperimentRunner) -> CheckResult:
     complaint = _wrong_plan(experiments, min(changes.eval_samples or 0, experiments.data_sizes()[1]), micro)
     if complaint:
         return fault(complaint, **more)
-    text = f"{len(on_one_process) - 2} metrics over {on_one_process['samples']} samples are those of one process"
+    text = (
+        f"{number_of(len(on_one_process) - 2, 'metric')} over "
+        f"{number_of(on_one_process['samples'], 'sample', 'is', 'are')} those of one process"
+    )
     complaint = "" if random or probe.without_statistics else _depends_on_cutting(experiments, by_loop, micro, changes)
     if complaint:
         return fault(complaint, **more)
@@ -222,7 +226,7 @@ def predictions(experiments: ExperimentRunner) -> CheckResult:
         return fault(text.rstrip(". "), **more)
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, despite {len(truths)} different truths", **more)
-    known = f" with {counted(len(truths), 'different truth')}" if truths else ""
+    known = f" with {number_of(len(truths), 'different truth')}" if truths else ""
     padded, notes = next(filter(None, map(_padded, rows, engine)), None), list[str]()
     if padded:
         notes = [
@@ -234,7 +238,7 @@ def predictions(experiments: ExperimentRunner) -> CheckResult:
         notes.append("Presenter.truth returns no label, so predictions are shown without their truths")
     more["notes"] = notes
     return passed(
-        f"{counted(len(different), 'different prediction')} for {counted(len(rows), 'sample')}{known}, "
+        f"{number_of(len(different), 'different prediction')} for {number_of(len(rows), 'sample')}{known}, "
         "equal to those of a plain loop",
         **more,
     )

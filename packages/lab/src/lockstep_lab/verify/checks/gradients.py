@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.errors import number_of
 from lockstep.core.parallel import single
 from lockstep.updates.players import Player
 from lockstep_lab.verify.comparable_task import TaskChanges
@@ -15,7 +16,7 @@ from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference import order, schedule
 from lockstep_lab.verify.reference.gradient import GradientComparison
-from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, passed
+from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
 _ROUNDINGS = 1000.0
 _BACKWARD = f"{Path(single.__file__).name}:"  # the file that runs the backward pass
@@ -68,8 +69,10 @@ def gradients(experiments: ExperimentRunner) -> CheckResult:
     if obstacle is not None:
         return not_shown(obstacle, **more)
     return passed(
-        f"equal to plain torch's in {len(comparisons)} steps; in {len(learned[0].grad_norms)} steps finite, "
-        f"and nonzero for each of {len(learned[0].trainable)} trainable parameters{probe.precision()}"
+        f"equal to plain torch's in {number_of(len(comparisons), 'step')}; in "
+        f"{number_of(len(learned[0].grad_norms), 'step')} "
+        "finite, "
+        f"and nonzero for each of {number_of(len(learned[0].trainable), 'trainable parameter')}{probe.precision()}"
         f"{probe.own_gradients()}",
         **more,
     )
@@ -142,7 +145,7 @@ def _endless_warmup(experiments: ExperimentRunner) -> list[str]:
     warmup = schedule.warmup_updates(curve, int(curve["total_steps"] or total))
     if warmup < max(total, 2):
         return []
-    return [f"the warm-up never ends: it has {warmup} updates, and the training has {total}"]
+    return [f"the warm-up never ends: it has {number_of(warmup, 'update')}, and the training has {total}"]
 
 
 def _wrong_updates(experiments: ExperimentRunner) -> list[str]:
@@ -171,7 +174,8 @@ def _wrong_modules(recordings: list[Recording]) -> list[str]:
     unused = [name for name in recordings[0].unused if all(name in recording.unused for recording in recordings)]
     if unused:
         complaints.append(
-            f"{len(unused)} trainable parameters got only zero gradients in {len(recordings[0].losses)} steps: "
+            f"{number_of(len(unused), 'trainable parameter')} got only zero gradients in "
+            f"{len(recordings[0].losses)} steps: "
             f"{', '.join(unused[:5])}"
         )
     return complaints
@@ -184,7 +188,9 @@ def collectives(experiments: ExperimentRunner) -> CheckResult:
     recordings = _record_communication(experiments)
     first, nproc = recordings[0], experiments.nproc
     if not first.communication:
-        return not_shown(f"{experiments.steps} steps are too few to record the collectives of one step")
+        return not_shown(
+            f"{number_of(experiments.steps, 'step', 'is', 'are')} too few to record the collectives of one step"
+        )
     # The step with the fewest collectives has only the necessary ones.
     quietest = [
         min(recording.communication.values(), key=lambda step: len(step.own_reductions) + len(step.other_collectives))
@@ -196,7 +202,7 @@ def collectives(experiments: ExperimentRunner) -> CheckResult:
     without = " with parallel.tensor=1" if experiments.groups < nproc else ""  # a mesh also exchanges activations
     without += " without virtual ranks" if experiments.config["parallel"]["virtual_ranks"] else ""
     text = (
-        f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
+        f"{number_of(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
         f"in a step of {micro_batches} micro-batches{without}, "
         f"for {elements:,} parameters"
     )

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.core.errors import number_of
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
@@ -153,7 +154,7 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
     more = {"value": trained[what], "bound": constant[what] + chance, "what": what, "rows": rows}
     more["notes"] = experiments.data_remarks()
     steps = experiments.learning_steps * factor
-    losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {steps} steps"
+    losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {number_of(steps, 'step')}"
     if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
         return fault(
             "the evaluation after training equals that of the untrained model, although the loss fell: "
@@ -161,7 +162,10 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
             **more,
         )
     if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
-        text = f"{trained['samples']:g} evaluation samples are too few to decide whether it beats a constant output"
+        text = (
+            f"{number_of(int(trained['samples']), 'evaluation sample', 'is', 'are')} too few to decide "
+            "whether it beats a constant output"
+        )
         return not_shown(f"{text}: {losses}", **more)
     if experiments.probe().without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
         text = "the loss has no labels, and a constant output has almost no loss: it compares outputs of one sample"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.core.errors import listed
+from lockstep.core.errors import listed, number_of
 from lockstep.parts.replicas import ReplicaDifference, differing, other_losses
 from lockstep_lab.verify import compare
 from lockstep_lab.verify.checks import bits
@@ -64,7 +64,7 @@ def replicas(experiments: ExperimentRunner) -> CheckResult:
         if others:
             first = others[0]
             return fault(
-                f"since step {step} {first.who} in {first.name}, and {len(others) - 1} other tensors",
+                f"since step {step} {first.who} in {first.name}, and {number_of(len(others) - 1, 'other tensor')}",
                 value=float(len(others)),
                 bound=0.0,
                 what="tensors that differ",
@@ -110,7 +110,8 @@ def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
         return "", 0
     first, ranks = others[0], others[0].ranks
     return (
-        f"the initial weights differ: {first.name.removeprefix('model.')} and {len(others) - 1} other tensors are "
+        f"the initial weights differ: {first.name.removeprefix('model.')} and "
+        f"{number_of(len(others) - 1, 'other tensor', 'is', 'are')} "
         f"not the same on ranks {ranks[0]} and {ranks[1]} before the first step"
     ), len(others)
 

@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.core.errors import number_of
 from lockstep.parts.digest import digest
 from lockstep_lab.verify import compare, cut_model, same_bits, worker_functions
 from lockstep_lab.verify.checks import bits
@@ -17,7 +18,7 @@ from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference.checkpoint import SavedState, complete, newest
 from lockstep_lab.verify.reference.data import units_of
-from lockstep_lab.verify.result import CheckResult, counted, fault, not_shown, passed
+from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 from lockstep_lab.verify.same_bits import Way
 from lockstep_lab.verify.worker_functions import TrainingRun
 from lockstep_lab.verify.workers import WorkerEnded
@@ -158,7 +159,7 @@ def _compare_resumed(
     ]
     if not_saved:
         return fault(
-            f"a checkpoint does not hold {not_saved[0]} and {len(not_saved) - 1} others, "
+            f"a checkpoint does not hold {not_saved[0]} and {number_of(len(not_saved) - 1, 'other')}, "
             "which belong to the training's state",
             **more,
         )
@@ -166,12 +167,13 @@ def _compare_resumed(
         complaint = _wrong_log(undisturbed, resumed, start)
         if complaint:
             return fault(complaint, **more)
-        repeated = f" ({counted(killed_after - start, 'step')} repeated)" if killed_after > start else ""
+        repeated = f" ({number_of(killed_after - start, 'step')} repeated)" if killed_after > start else ""
         return passed(f"{words}{repeated}: weights and optimizer state bit-identical", **more)
     if compare.first_difference_of_runs(undisturbed, experiments.undisturbed_again()) is not None:
         return not_shown("the same run already differs when repeated; see determinism", **more)
     return fault(
-        f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run; "
+        f"{words}: {different[0]} and {number_of(len(different) - 1, 'other', 'differs', 'differ')} from the "
+        "undisturbed run; "
         "either they were not restored, or something used an unseeded generator",
         **more,
     )
@@ -189,7 +191,8 @@ def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
         if wrong:
             return (
                 f"the checkpoint of step {state.step} differs from the state after that step: {wrong[0]} and "
-                f"{len(wrong) - 1} others differ. Either something else was saved, or it changed while it was written"
+                f"{number_of(len(wrong) - 1, 'other', 'differs', 'differ')}. Either something else was saved, "
+                "or it changed while it was written"
             )
     return ""
 

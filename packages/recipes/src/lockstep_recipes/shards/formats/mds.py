@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.shards.files import module
 from lockstep_recipes.shards.formats.blocks import Counted, Offsets, Read, damaged
 from lockstep_recipes.shards.places import ShardLocation
@@ -66,7 +66,9 @@ def _offsets(data: bytes, place: ShardLocation) -> Offsets:
     if len(numbers) != expected + 2 or numbers[0] != expected:
         found = int(numbers[0]) if len(numbers) else 0
         raise damaged(
-            f"the shard has {found} samples according to its header, but {expected} according to index.json", place
+            f"the shard has {number_of(found, 'sample')} according to its header, but {expected} according to "
+            "index.json",
+            place,
         )
     return numbers[1:]
 

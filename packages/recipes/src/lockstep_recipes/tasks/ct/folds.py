@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.data.order import permute
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep_recipes.tasks.arrays import Array
 
 
@@ -55,7 +55,11 @@ def folds_of(patients: Sequence[str], values: Array, count: int, *, seed: int) -
     names = sorted(set(patients))
     if len(names) < count:
         remedy = "use fewer folds"
-        raise DataError(f"{len(names)} patients are too few for {count} folds", where="data.fold", remedy=remedy)
+        raise DataError(
+            f"{number_of(len(names), 'patient', 'is', 'are')} too few for {count} folds",
+            where="data.fold",
+            remedy=remedy,
+        )
     place = {name: number for number, name in enumerate(names)}
     mine = np.array([place[name] for name in patients])
     answers = np.zeros((len(names), 2 * values.shape[1] + 1), dtype=bool)

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.configs.task_options import TaskOptions
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
+from lockstep.core.errors import number_of
 from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 HuWindow = str | Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -148,7 +149,10 @@ class VolumeRiskOptions(TaskOptions):
         for name in ("mean", "std"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.windows):
-                raise ValueError(f"{name} has {len(values)} numbers, but there are {len(self.windows)} windows")
+                raise ValueError(
+                    f"{name} has {number_of(len(values), 'number')}, but there are "
+                    f"{number_of(len(self.windows), 'window')}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import number_of
 from lockstep.core.presenter import Presenter
 from lockstep.core.program import Program
 from lockstep.drawing import drawing
@@ -179,7 +180,7 @@ def _mattered(output: Output) -> list[tuple[int, float, float]]:
 
 def _of_data(name: str, data: Any) -> list[str]:
     """Lines about the volumes that were read, and their known labels by question."""
-    lines = [f"{name}: {len(data):,} volumes of {len(set(data.patients)):,} patients"]
+    lines = [f"{name}: {number_of(len(data), 'volume')} of {number_of(len(set(data.patients)), 'patient')}"]
     for question, column in zip(data.questions, data.labels.T, strict=True):
         yes, no = int((column == 1).sum()), int((column == 0).sum())
         lines.append(f"  {question}: {yes:,} yes, {no:,} no, {len(data) - yes - no:,} unknown")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep.core.errors import DataError, UsageError, did_you_mean
+from lockstep.core.errors import DataError, UsageError, did_you_mean, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct.folds import Fold, folds_of
 from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
@@ -242,7 +242,7 @@ def _no_rows(table: Table, key: str, split: Split) -> DataError:
     if column is None or any(value.lower() in (TRAIN if split == "train" else EVAL) for value in counts):
         remedy = "give rows with labels for this split"  # it has rows without labels, or a fold has none
         return DataError(f"{key} contains no volume for {split}", where=table.name, remedy=remedy)
-    has = ", ".join(f"{value!r} in {count:,} row{'s' * (count > 1)}" for value, count in counts.most_common())
+    has = ", ".join(f"{value!r} in {number_of(count, 'row')}" for value, count in counts.most_common())
     wanted = TRAIN[0] if split == "train" else " or ".join(EVAL)
     remedy = (
         f"write {wanted} into {column!r} for the rows of this split, name a different table in {key}, or set "
@@ -275,7 +275,10 @@ def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
                 f"{name} ({train.where(rows[name])} and {evaluation.where(row)})"
                 for name, row in list(both.items())[:_SHOWN]
             )
-            what = f"{len(both)} {kind} are in both the training and the evaluation data: {shown}"
+            what = (
+                f"{number_of(len(both), kind.removesuffix('s'), 'is', 'are')} in both the training and the "
+                f"evaluation data: {shown}"
+            )
             remedy = "give a column `split` with one value for each patient, set a fold, or move the rows"
             raise DataError(what, remedy=remedy)
 
@@ -335,7 +338,9 @@ def _rows(
     others = [value for value in written if value in EVAL and value not in usual] if split == "eval" else []
     notes = []
     if others:
-        notes = [f"{len(others)} rows of other evaluation splits are not used: {', '.join(sorted(set(others)))}"]
+        notes = [
+            f"not used: {number_of(len(others), 'row')} of other evaluation splits: {', '.join(sorted(set(others)))}"
+        ]
     return [row for row, value in enumerate(written) if value in usual], notes
 
 
@@ -363,7 +368,7 @@ def _with_labels(rows: list[int], values: Array) -> tuple[list[int], list[str]]:
     """The rows with a known label, and a note on the rest."""
     known = [row for row in rows if not np.isnan(values[row]).all()]
     left_out = len(rows) - len(known)
-    return known, [f"{left_out} rows without a known label are left out"] if left_out else []
+    return known, [f"left out: {number_of(left_out, 'row')} without a known label"] if left_out else []
 
 
 def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
@@ -381,12 +386,12 @@ def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
             missing.append(f"{table.where(row)} ({text or 'blank'})")
     if missing:
         shown = ", ".join(missing[:_SHOWN])
-        what = f"{len(missing)} of {len(rows)} volumes do not exist: {shown}"
+        what = f"{len(missing)} of {number_of(len(rows), 'volume')} not found: {shown}"
         remedy = f"paths in column {column!r} are relative to {folder}: correct them, or remove the rows"
         raise DataError(what, where=table.name, remedy=remedy)
     twice = [name for name, count in Counter(map(str, paths)).items() if count > 1]
     if twice:
         remedy = "keep one row for each volume"
-        what = f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}"
+        what = f"{number_of(len(twice), 'volume', 'has', 'have')} several rows: {', '.join(twice[:_SHOWN])}"
         raise DataError(what, where=table.name, remedy=remedy)
     return paths

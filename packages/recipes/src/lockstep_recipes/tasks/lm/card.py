@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from torch import nn
 
+from lockstep.core.errors import number_of
 from lockstep_recipes.tasks.lm.interface import LmTask
 
 _RESULTS = ("eval/loss", "eval/perplexity", "eval/bits_per_byte", "eval/accuracy", "train/loss")
@@ -79,7 +80,7 @@ def _training(task: LmTask, config: dict[str, Any], entries: list[dict[str, Any]
         batch = config.get("batch", {}).get("global")
         last: dict[str, Any] = max(entries, key=lambda entry: entry["step"], default={})
         epochs = f", {float(last['epoch']) * step / last['step']:.3g} epochs" if last.get("epoch") else ""
-        lines.append(f"{step:,} steps of {batch} rows{epochs}, seed {config.get('seed', 0)}")
+        lines.append(f"{number_of(step, 'step')} of {number_of(batch, 'row')}{epochs}, seed {config.get('seed', 0)}")
     optim, schedule = config.get("optim", {}), config.get("schedule", {})
     if optim:
         rates = f"{optim.get('name')}, learning rate {optim.get('lr')}, weight decay {optim.get('weight_decay')}"

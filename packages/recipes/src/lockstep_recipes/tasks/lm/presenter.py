@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 from lockstep.core.presenter import Presenter
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
 from lockstep_recipes.tasks.lm import card, documents, models, writing
@@ -50,7 +50,7 @@ class LmPresenter(Presenter):
         cut = [prompt.where for prompt in prompts if kept is not None and len(prompt.ids) > kept][:_SHOWN]
         notes = [f"{where}: the prompt is too long: the model sees only its last {kept} tokens" for where in cut]
         if blank:
-            notes.insert(0, f"{len(blank)} blank line{'s' * (len(blank) > 1)} left out, the first is {blank[0]}")
+            notes.insert(0, f"{number_of(len(blank), 'blank line')} left out, the first is {blank[0]}")
         return Prompts(prompts, notes)
 
     def stream(self, arguments: Sequence[str]) -> bool:
@@ -126,16 +126,18 @@ class LmPresenter(Presenter):
     def _of_rows(self, name: str, rows: PackedRows) -> list[str]:
         tokens, plan, length = rows.tokens, rows.plan, rows.length
         lines = [
-            f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens "
+            f"{name}: {number_of(len(tokens.places), 'document')}, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens "
             f"({int(tokens.counts.sum()):,} to learn)"
         ]
         padding = 1 - int(plan.sizes.sum()) / (len(rows) * length)
         how = "several documents in a row" if rows.packed else "one document per row, before micro-batches are formed"
-        lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of the tokens are padding")
+        lines.append(
+            f"  {number_of(len(rows), 'row')} of {length} tokens, {how}: {padding:.2%} of the tokens are padding"
+        )
         if plan.split:
-            lines.append(f"  {plan.split:,} documents are longer than task.length, and are split over rows")
+            lines.append(f"  split over rows: {number_of(plan.split, 'document')} longer than task.length")
         if tokens.unknown:
-            what = f"{tokens.unknown:,} letters that the tokenizer does not know"
+            what = f"{number_of(tokens.unknown, 'letter')} that the tokenizer does not know"
             lines.append(f"  warning: {what}: bits per byte ignore their content")
         return lines
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
 from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
@@ -69,13 +69,13 @@ class _Groups:
             if training and evaluation:
                 evaluated += len(evaluation)
                 leaks += [(item.name, training[0].name) for item in evaluation]
-        lines = []
+        lines, one = [], kind.removesuffix("s")
         if copies:
             labels = f", {others:,} of them with a different label" if others else ""
-            what = f"{len(copies):,} {kind} are copies of others{labels} ({how}{looked})"
+            what = f"{number_of(len(copies), one, 'is a copy', 'are copies')} of others{labels} ({how}{looked})"
             lines.append(f"training: {what}: {_pairs(copies)}")
         if leaks:
-            what = f"{evaluated:,} {kind} are also training {kind} ({how}{looked})"
+            what = f"{number_of(evaluated, one, 'is', 'are')} also in the training data ({how}{looked})"
             lines.append(f"WARNING: evaluation: {what}, so its results may be too good: {_pairs(leaks)}")
         return lines
 
@@ -132,7 +132,7 @@ def of_images(training: SplitImages | None, evaluation: SplitImages | None) -> l
     looked = "" if seen == sum(counts) and not left else f"; compared {seen - left:,} of {sum(counts):,}"
     lines = []
     if twice:
-        what = f"{len(twice):,} files occur more than once, under several ids or names"
+        what = f"{number_of(len(twice), 'file', 'occurs', 'occur')} more than once, under several ids or names"
         lines.append(f"training: {what}{looked}: {_pairs(twice)}")
     return lines + groups.lines(kind="images", how="equal byte by byte", looked=looked)
 
@@ -218,7 +218,10 @@ def of_boxes(annotations: Annotations) -> list[str]:
     if not len(again):
         return []
     first = annotations.where(int(again.min()))
-    return [f"{len(again):,} boxes are duplicates (same image, class and coordinates), the first: {first}"]
+    return [
+        f"{number_of(len(again), 'box', 'is a duplicate', 'are duplicates')} (same image, class and "
+        f"coordinates), the first: {first}"
+    ]
 
 
 def of_names(names: Sequence[str]) -> list[str]:

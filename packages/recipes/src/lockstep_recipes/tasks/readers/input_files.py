@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, number_of
 
 
 def find_files(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
@@ -60,7 +60,11 @@ def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
         if file.name.lower().endswith(suffixes) and (file.is_file() or not file.exists())
     ]
     if not files:
-        what = "no file matches this pattern" if not matches else f"{len(matches)} names match, but none can be used"
+        what = (
+            "no file matches this pattern"
+            if not matches
+            else f"{number_of(len(matches), 'name', 'matches', 'match')}, but none can be used"
+        )
         raise UsageError(what, where=argument, remedy=f"give {kinds}")
     return files
 

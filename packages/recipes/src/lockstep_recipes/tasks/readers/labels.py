@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lockstep.core.data.order import permute
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
@@ -131,7 +131,7 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
     if unknown:
         code = samples.names.index(unknown[0])
         row = int(np.flatnonzero(samples.codes == code if samples.codes.ndim == 1 else samples.codes[:, code])[0])
-        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        more = f", and {number_of(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         what = f"label {unknown[0]!r} does not occur in the training data{more}"
         remedy = f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them"
         raise DataError(what, where=samples.where(row), remedy=remedy)

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError, did_you_mean, number_of
 from lockstep.core.foreign_errors import first_line, optional
 from lockstep_recipes.tasks.readers.encodings import decoded, read_text
 from lockstep_recipes.tasks.readers.hub import offline_without_network
@@ -201,7 +201,7 @@ def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, qu
                     continue
             if len(row) != len(names):
                 first = "the header" if header else "the first line"
-                what = f"{len(row)} fields, but {first} has {len(names)} ({', '.join(names)})"
+                what = f"{number_of(len(row), 'field')}, but {first} has {len(names)} ({', '.join(names)})"
                 raise DataError(what, where=f"{path}:{at}", remedy=_remedy_for_ragged(row, quoted))
             rows.append(row)
             lines.append(at)
@@ -250,7 +250,7 @@ def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
     quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
     if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):
         return ()
-    what = f'{len(quoted):,} fields are in "quotes", which are read as part of the fields'
+    what = f'{number_of(len(quoted), "field")} in "quotes", which are read as part of the text'
     return (f"{what}: if the quotes only enclose the fields, set task.quoting=minimal",)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch.utils.data import Dataset
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers import labels
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
@@ -130,7 +130,7 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     parts = [_joined(rows, columns.text)] + ([_joined(rows, (columns.pair,))] if columns.pair is not None else [])
     blank = [row for row in range(len(rows)) if not any(part[row].strip() for part in parts)]
     if blank and options.empty == "raise":
-        what = f"{len(blank)} empty texts in column {' + '.join(columns.text)}; this is the first"
+        what = f"{number_of(len(blank), 'empty text')} in column {' + '.join(columns.text)}; this is the first"
         remedy = "fill or remove these rows, or set task.empty=drop to leave them out"
         raise DataError(what, where=rows.where(blank[0]), remedy=remedy)
     gone = set(blank)

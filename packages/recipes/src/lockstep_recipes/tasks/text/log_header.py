@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.core.errors import number_of
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.readers.labels import count_labels
@@ -28,7 +29,7 @@ def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str]
     if name is not None:
         return [f"not in {name}, so initialised: {listed(new)}"] if new else []
     size = f" of {parameters:,} parameters" if parameters else ""
-    what = f"no task.model: a new {kind}{size} learns from only these {texts:,} texts"
+    what = f"no task.model: a new {kind}{size} learns from only these {number_of(texts, 'text')}"
     lines = [f"{what}; task.model=NAME fine-tunes a pretrained model, which learns more"]
     if kind != EMBEDDING_BAG and texts < _FEW:
         few = f"fewer than {_FEW:,} texts are few for a new transformer"
@@ -54,7 +55,7 @@ def of_data(
     )
     lengths = f"{int(data.lengths.mean())} on average, {int(data.lengths.max())} at most" if len(data) else "none"
     lines = [
-        f"{name}: {len(data):,} texts from {texts.source} ({columns}), tokens {lengths}",
+        f"{name}: {number_of(len(data), 'text')} from {texts.source} ({columns}), tokens {lengths}",
         f"  by label: {confusion.listed(counts)}",
     ]
     if tokens.truncated:
@@ -62,7 +63,7 @@ def of_data(
         cut = f"{tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens"
         lines.append(f"  truncated to {max_length} tokens: {cut}")
     if texts.dropped:
-        lines.append(f"  left out: {texts.dropped:,} empty texts")
+        lines.append(f"  left out: {number_of(texts.dropped, 'empty text')}")
     return lines + [f"  {note}" for note in notes]
 
 

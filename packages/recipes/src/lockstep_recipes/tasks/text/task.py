@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import keep
@@ -105,7 +105,9 @@ class Text(TextTask):
         if self._split[1] is None or len(self._split[1]):
             return None
         sizes = np.unique(self._train_texts.codes, axis=0, return_counts=True)[1]
-        once = f", and {int((sizes == 1).sum())} of {len(sizes)} labels occur only once" if (sizes == 1).any() else ""
+        once = (
+            f", and {int((sizes == 1).sum())} of {len(sizes)} labels with a single text" if (sizes == 1).any() else ""
+        )
         share = f"task.eval_fraction is {self.options.eval_fraction} of {len(self._train_texts)} texts"
         return f"no texts are held back for evaluation: {share}{once}"
 
@@ -148,7 +150,7 @@ class Text(TextTask):
         least = 1 if options.multi_label else 2
         if len(labels) < least:
             remedy = "check task.columns.label" if labels else "the labels are empty lists"
-            what = f"{len(labels)} labels ({', '.join(labels)})"
+            what = f"{number_of(len(labels), 'label')} ({', '.join(labels)})"
             raise DataError(what, where=self._train_texts.source, remedy=remedy)
         if options.model:
             config = hugging_face.load_config(options.model)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.configs.task_options import TaskOptions
+from lockstep.core.errors import number_of
 from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 
@@ -72,7 +73,7 @@ class ImageOptions(TaskOptions):
         for name in ("mean", "std"):
             values = getattr(self, name)
             if values is not None and len(values) != self.channels:
-                raise ValueError(f"{name} has {len(values)} numbers, but channels is {self.channels}")
+                raise ValueError(f"{name} has {number_of(len(values), 'number')}, but channels is {self.channels}")
         return self
 
     @model_validator(mode="after")
@@ -138,7 +139,7 @@ class ImageOptions(TaskOptions):
         if self.eval_size or last < epochs:
             return {}
         size = self.size_for_evaluation(0)
-        what = f"{size} pixels from epoch {last} (counted from 0), but the run ends after {epochs} epochs"
+        what = f"{size} pixels from epoch {last} (counted from 0), but the run ends after {number_of(epochs, 'epoch')}"
         remedy = f"evaluations would use {size} pixels anyway; set task.eval_size, or remove this size"
         return {"image_size": f"{what}; {remedy}"}
 

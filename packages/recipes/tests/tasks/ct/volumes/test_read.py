@@ -197,7 +197,7 @@ def test_doubled_slices(tmp_path):
     (folder / "copy.dcm").write_bytes(first.read_bytes())
     volume = read_volume(folder)
     assert_is(volume, values)
-    assert volume.notes == ("1 duplicate slices are left out",)
+    assert volume.notes == ("1 duplicate slice is left out",)
     dataset = pydicom.dcmread(first)
     dataset.PixelData = bytes(len(dataset.PixelData))
     dataset.save_as(folder / "copy.dcm")
@@ -219,7 +219,7 @@ def test_other_files_in_the_folder_are_left_out(tmp_path):
     (folder / ".hidden").write_text("")
     volume = read_volume(folder)
     assert_is(volume, values)
-    assert volume.notes == ("1 files are not DICOM slices and are left out",)
+    assert volume.notes == ("left out: 1 file without a DICOM slice",)
 
 
 def _size(number, dataset):

@@ -269,7 +269,7 @@ def test_heic_in_a_shard_is_read_where_pillow_heif_is_installed(heic, monkeypatc
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     pictures, _, _, notes = read_shards(made, label="label", labelled=False)
     assert len(pictures) == 1
-    assert notes == ("1 members of 1 shards do not belong to an image and are left out",)
+    assert notes == ("left out: 1 member of 1 shard without an image",)
     module.reads_heif.cache_clear()
     install()
     pictures, _, _, notes = read_shards(made, label="label", labelled=False)  # not by the index of before

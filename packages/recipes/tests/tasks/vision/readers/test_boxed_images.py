@@ -173,7 +173,7 @@ def test_the_ground_truth_is_exactly_the_files_own(tmp_path):
     sample = data[0]
     assert sample.boxes[0].tolist() == [0, 0, 30, 20]  # cut off for training
     assert sample.crowd.tolist() == [True, False]
-    assert "extend beyond the edge" in data.notes[0]
+    assert "extends beyond the edge" in data.notes[0]
     assert "annotation 100" in data.notes[0]
 
 
@@ -249,7 +249,7 @@ def test_voc_files_that_count_from_0_are_not_shifted(tmp_path, side):
     first = 0.0 if side == "xmin" else 5.0, 0.0 if side == "ymin" else 6.0
     assert plain(data)["b"] == [("tree", (*first, 10.0, 25.0))]
     assert plain(data)["a"][0] == ("car", (3.0, 4.0, 12.0, 9.0))
-    assert "xmin or ymin is 0 or less in 1 boxes" in data.notes[0]
+    assert "xmin or ymin is 0 or less in 1 box," in data.notes[0]
     assert "b.xml" in data.notes[0]
     assert not read(voc(tmp_path)).notes
 
@@ -279,7 +279,7 @@ def test_yolo_reads_polygons_and_pictures_without_file(tmp_path):
     (tmp_path / "labels/train/b.txt").unlink()
     data = read(tmp_path)
     assert plain(data)["b"] == []
-    assert "1 of 3 images have no label file" in data.notes[0]
+    assert "1 of 3 images without a label file" in data.notes[0]
 
 
 @pytest.mark.parametrize("names", [NAMES, {0: "car", 1: "tree"}])
@@ -367,7 +367,7 @@ def test_bad_boxes_are_errors_or_are_left_out(tmp_path, name):
     data = read(tmp_path, on_bad_boxes="skip")
     assert plain(data) == BOXES | {"a": BOXES["a"][1:]}
     assert sorted(entry["id"] for entry in data.ground_truth()["annotations"]) == [98, 99]
-    assert "1 bad boxes are left out. The first" in data.notes[0]
+    assert "1 bad box is left out. The first" in data.notes[0]
     assert text in data.notes[0]
 
 
@@ -502,7 +502,7 @@ def test_voc_annotations_without_picture(tmp_path):
     fault(tmp_path, "b.xml: there is no image for it")
     (tmp_path / "Annotations/b.xml").unlink()
     Image.new("L", (3, 3)).save(tmp_path / "JPEGImages/d.png")
-    assert "1 images in" in read(tmp_path).notes[0]
+    assert "1 image in" in read(tmp_path).notes[0]
     Image.new("L", (3, 3)).save(tmp_path / "JPEGImages/a.bmp")
     fault(tmp_path, "two images have the stem 'a'")
 

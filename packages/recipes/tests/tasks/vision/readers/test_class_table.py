@@ -207,7 +207,7 @@ def test_colours_become_class_numbers():
     np.testing.assert_array_equal(lookup(MaskValues(colors), where=""), [[0, 2], [1, 0]])
     colors[1, 1] = 127
     with pytest.raises(
-        DataError, match=r"1 colours that do not belong to a class: \[127, 127, 127\] \(1 pixels.*row 1, column 1"
+        DataError, match=r"1 colour that does not belong to a class: \[127, 127, 127\] \(1 pixel.*row 1, column 1"
     ):
         lookup(MaskValues(colors), where="m.png")
 

@@ -209,7 +209,7 @@ def test_folders_are_read_at_any_depth_in_an_order_that_does_not_depend_on_the_d
     assert records.classes == ["10", "9", "a", "b"]
     names = ["10/a.jpg", "9/a.jpg", "a/10.jpg", "a/9.webp", "b/2.PNG", "b/x/0.jpg", "b/x/1.JPEG"]
     assert [records[index].name for index in range(len(records))] == names
-    assert records.notes == (f"1 files below {tmp_path} are not images and are left out: 1 .txt",)
+    assert records.notes == (f"left out: 1 file below {tmp_path} without the suffix of an image: 1 .txt",)
 
 
 def test_links_to_folders_are_followed_and_never_around_in_circles(tmp_path):
@@ -222,7 +222,7 @@ def test_links_to_folders_are_followed_and_never_around_in_circles(tmp_path):
 
 def test_pictures_beside_the_class_folders_are_noted(folder):
     put(folder / "stray.jpg")
-    assert read(folder).notes == (f"1 images in {folder} are not in a class folder and are left out",)
+    assert read(folder).notes == (f"left out: 1 image in {folder} outside of a class folder",)
 
 
 def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
@@ -230,7 +230,7 @@ def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
     for name in ("cat/1.jpg", "dog/2.jpg", "cat/3.HEIC", "cat/4.heic", "dog/x/5.psd", "dog/notes", "dog/Thumbs.db"):
         put(tmp_path / name)
     put(tmp_path / "cat" / ".hidden.psd")
-    counted = f"4 files below {tmp_path} are not images and are left out: 2 .heic, 1 .psd, 1 without a suffix"
+    counted = f"left out: 4 files below {tmp_path} without the suffix of an image: 2 .heic, 1 .psd, 1 without a suffix"
     advice = "; pip install pillow-heif reads .heic"
     assert read(tmp_path).notes == (counted + advice,)
     assert unlabelled_images([str(tmp_path)]).notes == (counted + advice,)
@@ -261,7 +261,7 @@ def test_a_class_called_train_is_no_part(tmp_path):
 def test_faults_of_folders(tmp_path):
     put(tmp_path / "train/a/1.jpg")
     put(tmp_path / "train/b/readme.txt")
-    fault(tmp_path, f"{tmp_path}/train/b: a class folder has no images", "its 1 files end in .txt", ".png")
+    fault(tmp_path, f"{tmp_path}/train/b: a class folder has no images", "its 1 file ends in .txt", ".png")
     put(tmp_path / "train/b/1.jpg")
     fault(tmp_path, "there is train/, but none of val/", split="eval")
     put(tmp_path / "val/c/1.jpg")
@@ -520,7 +520,7 @@ def test_the_text_goes_before_the_json_and_other_members_are_noted(tmp_path):
     ]
     records = read(shard(tmp_path / "s.tar", members))
     assert records.classes == ["12"]
-    assert records.notes == ("2 members of 1 shards do not belong to an image and are left out",)
+    assert records.notes == ("left out: 2 members of 1 shard without an image",)
 
 
 def test_class_numbers_are_sorted_by_value(tmp_path):
@@ -567,7 +567,7 @@ def test_faults_of_shards(tmp_path):
     shard(path, [picture, ("dir/0000.cls", b"\xff")])
     fault(path, "member dir/0000.cls: the class is not text")
     shard(path, [("README", b"no images")])
-    fault(path, "no images in 1 shards")
+    fault(path, "no images in 1 shard")
     put(path, b"no tar file" * 100)
     fault(path, f"{path}: not a tar file")
     put(path, b"")

@@ -225,7 +225,7 @@ def test_a_mask_of_another_size_is_found_before_training_and_when_it_is_read(fol
         read(folder)[1]
     assert str(caught.value) == str(said)
     save(folder / "masks" / "3.png", ids((2, 2), 3))
-    fault(folder, "1 other masks also differ")
+    fault(folder, "1 other mask also differs")
     read(folder)[0]
 
 

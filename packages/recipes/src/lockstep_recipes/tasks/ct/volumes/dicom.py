@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep.core.foreign_errors import optional
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct.volumes.volume import REMEDY, Volume, oriented
@@ -55,7 +55,7 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
     planes = np.stack([_values(dataset) for dataset in slices])
     kept = _without_doubles(slices, planes, corners @ normal)
     if len(kept) < len(slices):
-        notes.append(f"{len(slices) - len(kept)} duplicate slices are left out")
+        notes.append(f"{number_of(len(slices) - len(kept), 'duplicate slice', 'is', 'are')} left out")
     planes, corners = planes[kept], corners[kept]
     positions = corners @ normal
     gaps = _gaps(positions)
@@ -98,13 +98,15 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
             others += 1
     if not series:
         remedy = "give a folder with the .dcm files of a series"
-        raise DataError(f"the folder has no DICOM slice among {others} files", where=str(folder), remedy=remedy)
+        raise DataError(
+            f"the folder has no DICOM slice among {number_of(others, 'file')}", where=str(folder), remedy=remedy
+        )
     if len(series) > 1:
         shown = "; ".join(_about(uid, datasets) for uid, datasets in sorted(series.items())[:_SHOWN])
         remedy = "put each series into its own folder"
         raise DataError(f"the folder has {len(series)} series: {shown}", where=str(folder), remedy=remedy)
     (slices,) = series.values()
-    return slices, [f"{others} files are not DICOM slices and are left out"] if others else []
+    return slices, [f"left out: {number_of(others, 'file')} without a DICOM slice"] if others else []
 
 
 def dicom_files(folder: Path) -> list[Path]:
@@ -125,7 +127,7 @@ def is_dicom(path: Path) -> bool:
 
 def _about(uid: str, datasets: Sequence[Any]) -> str:
     description = str(datasets[0].get("SeriesDescription", "")).strip()
-    return f"{uid}{f' ({description!r})' if description else ''} with {len(datasets)} slices"
+    return f"{uid}{f' ({description!r})' if description else ''} with {number_of(len(datasets), 'slice')}"
 
 
 def _ct_classes() -> tuple[str, ...]:
@@ -278,7 +280,10 @@ def _gaps(positions: Array) -> str | None:
     missing = sum(round(float(step) / median) - 1 for step in steps[wide])
     shown = ", ".join(f"{positions[place]:.1f} and {positions[place + 1]:.1f} mm" for place in wide[:_SHOWN])
     more = " and elsewhere" if len(wide) > _SHOWN else ""
-    return f"about {missing} slices are missing: between {shown}{more}, at a usual distance of {median:.2f} mm"
+    return (
+        f"about {number_of(missing, 'slice', 'is', 'are')} missing: between {shown}{more}, at a usual "
+        f"distance of {median:.2f} mm"
+    )
 
 
 def _affine(first: Any, corners: Array, normal: Array) -> Array:

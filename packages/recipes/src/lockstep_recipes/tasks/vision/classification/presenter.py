@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.data.dataset import member_of
+from lockstep.core.errors import number_of
 from lockstep.core.program import Program
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.readers.labels import count_labels
@@ -133,7 +134,7 @@ class ClassificationPresenter(ImagePresenter):
         classes = self.task.classes
         records = getattr(data, "records", data)
         counts = count_labels(classes, records.labels)
-        lines = [f"{name}: {len(data):,} images", f"  by class: {confusion.listed(counts)}"]
+        lines = [f"{name}: {number_of(len(data), 'image')}", f"  by class: {confusion.listed(counts)}"]
         lines += [f"  {note}" for note in member_of(records, "notes", ())]
         cache = getattr(data, "cache", None)
         lines += [] if cache is None else [f"  {cache.summary()}"]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import number_of
 from lockstep.core.program import Program
 from lockstep.drawing import diagrams, drawing
 from lockstep_recipes.tasks.readers import duplicates
@@ -164,7 +165,10 @@ class DetectionPresenter(ImagePresenter):
             found, _, labels = self._in_pixels(sample, output)
             true = (torch.as_tensor(part) for part in (sample.boxes, sample.labels, sample.crowd))
             matched = match(found, labels, *true)
-            lines.append(f"{len(sample.boxes)} boxes, {matched.missed} missed, {matched.invented} false positives")
+            lines.append(
+                f"{number_of(len(sample.boxes), 'box')}, {matched.missed} missed, "
+                f"{number_of(matched.invented, 'false positive')}"
+            )
         return "\n".join(lines)
 
     def _matched(self, output: Output, boxes: Tensor, labels: Tensor, crowd: Tensor) -> Matched:
@@ -208,7 +212,7 @@ class DetectionPresenter(ImagePresenter):
     def of_data(self, name: str, data: Any) -> list[str]:
         counts, empty = data.class_counts(), int((data.counts == 0).sum())
         without = f", {empty:,} without a box" if empty else ""
-        lines = [f"{name}: {len(data):,} images, {int(data.counts.sum()):,} boxes{without}"]
+        lines = [f"{name}: {number_of(len(data), 'image')}, {number_of(int(data.counts.sum()), 'box')}{without}"]
         lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in self.task.classes))
         if data.cache is not None:
             lines.append(f"  {data.cache.summary()}")

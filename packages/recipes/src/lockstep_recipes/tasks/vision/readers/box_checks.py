@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
 
@@ -128,10 +128,13 @@ def check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotatio
         fault = next(what for what, found in faults.items() if found[first])
         if on_bad == "raise":
             raise _bad_box(annotations, first, fault, others=int(bad.sum()) - 1)
-        notes.append(f"{bad.sum()} bad boxes are left out. The first, {annotations.where(first)}, {fault}")
+        notes.append(
+            f"{number_of(bad.sum(), 'bad box', 'is', 'are')} left out. The first, {annotations.where(first)}, {fault}"
+        )
     if over.any():
         notes.append(
-            f"{over.sum()} boxes extend beyond the edge of their image by more than a pixel, the first at "
+            f"{number_of(over.sum(), 'box', 'extends', 'extend')} beyond the edge of the image by more than a "
+            "pixel, the first at "
             f"{annotations.where(int(np.flatnonzero(over)[0]))}. Training clips them at the edge"
         )
     return (_only(annotations, ~bad) if bad.any() else annotations), notes

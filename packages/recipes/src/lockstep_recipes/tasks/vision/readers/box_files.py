@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError, did_you_mean, number_of
 from lockstep.core.foreign_errors import reading
 from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
@@ -104,7 +104,7 @@ def read_voc(
     out.labels = _numbers(out, names)
     notes = _from_one(out)
     if stems is None and (others := pictures.keys() - set(there)):
-        notes.append(f"{len(others)} images in {images} have no .xml file and are left out")
+        notes.append(f"left out: {number_of(len(others), 'image')} in {images} without an .xml file")
     return out.annotations(folder, names, notes=notes)
 
 
@@ -150,7 +150,11 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
         what = f"none of the {len(images)} images has a label file"
         remedy = "the labels of DIR/images/a.jpg are expected in DIR/labels/a.txt"
         raise DataError(what, where=str(images[0]) if images else None, remedy=remedy)
-    notes = [f"{without} of {len(images)} images have no label file, so they have no objects"] if without else []
+    notes = (
+        [f"{without} of {number_of(len(images), 'image')} without a label file, and so without objects"]
+        if without
+        else []
+    )
     if whole_folders:
         _check_labels(images)
         notes += left_out_below(sorted({path.parent for path in images}), labels=(".txt", ".json", ".yaml", ".cache"))
@@ -204,7 +208,8 @@ def _from_one(out: _Collected) -> list[str]:
         return []
     file = int(np.searchsorted(np.cumsum(out.counts), from_zero[0], side="right"))
     return [
-        f"xmin or ymin is 0 or less in {len(from_zero)} boxes, the first in {out.files[file]}. Pascal VOC counts "
+        f"xmin or ymin is 0 or less in {number_of(len(from_zero), 'box')}, the first in {out.files[file]}. "
+        "Pascal VOC counts "
         "pixels from 1. These files seem to count from 0, so left = xmin and top = ymin for all boxes"
     ]
 
@@ -249,7 +254,7 @@ def _read_line(
         left, top = min(values[::2]), min(values[1::2])
         wide, high = max(values[::2]) - left, max(values[1::2]) - top
     else:
-        what = f"the line has {len(words)} numbers"
+        what = f"the line has {number_of(len(words), 'number')}"
         raise DataError(what, where=where, remedy="write five: class x y width height, as fractions of the image")
     if not label.is_integer() or label < 0 or (names is not None and label >= len(names)):
         allowed = "0 or more" if names is None else f"0 to {len(names) - 1}"

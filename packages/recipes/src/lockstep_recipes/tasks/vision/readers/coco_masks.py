@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep.core.foreign_errors import optional
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.class_table import (
@@ -88,7 +88,7 @@ def category_numbers(annotations: Annotations, table: ClassTable, names: Sequenc
     if len(unknown):
         place = int(unknown[0])
         name = annotations.classes[int(annotations.labels[place])]
-        what = f"category {name!r} is not among the {len(names)} classes ({len(unknown)} annotations)"
+        what = f"category {name!r} is not among the {len(names)} classes ({number_of(len(unknown), 'annotation')})"
         remedy = unknown_class(name, names, f"Ignore it: task.ignore=[{name}]; or train with it")
         raise DataError(what, where=annotations.where(place), remedy=remedy)
     return numbers

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lockstep.core.errors import SKIP, DataError
+from lockstep.core.errors import SKIP, DataError, number_of
 from lockstep.core.foreign_errors import reading
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.input_files import special_files
@@ -161,7 +161,7 @@ def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
     often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = listed([f"{count:,} {ending}" for ending, count in often])
     heif = "; pip install pillow-heif reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
-    return (f"{len(others):,} files below {where} are not images and are left out: {shown}{heif}",)
+    return (f"left out: {number_of(len(others), 'file')} below {where} without the suffix of an image: {shown}{heif}",)
 
 
 def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ def read_class_folders(
     known = list(classes) if classes is not None else folders
     unknown = [name for name in folders if name not in known]
     if unknown:
-        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        more = f", and {number_of(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         what = f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}"
         remedy = unknown_class(unknown[0], known, "Remove this folder, or train with it")
         raise DataError(what, where=str(root / unknown[0]), remedy=remedy)
@@ -224,7 +224,7 @@ def read_class_folders(
     codes = np.repeat(np.array([known.index(folder) for folder in folders], dtype=np.int64), counts)
     with os.scandir(root) as entries:
         stray = sum(is_image(entry.name) for entry in entries)
-    notes = (f"{stray} images in {root} are not in a class folder and are left out",) if stray else ()
+    notes = (f"left out: {number_of(stray, 'image')} in {root} outside of a class folder",) if stray else ()
     return ImageFiles(root, names), codes, known, (*notes, *left_out(others, root))
 
 
@@ -240,7 +240,7 @@ def _other_recipe(folders: Sequence[str]) -> str | None:
 def _remedy(folder: Path) -> str:
     others = [name for _, _, files in os.walk(folder) for name in files if not name.startswith(".")]
     kinds = sorted({Path(name).suffix for name in others})
-    found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
+    found = f"its {number_of(len(others), 'file', 'ends', 'end')} in {', '.join(kinds[:_SHOWN])}. " if others else ""
     if {kind.lower() for kind in kinds} & set(HEIF_SUFFIXES):
         found += "pip install pillow-heif reads .heic. "
     return f"{found}Put images ({', '.join(image_suffixes())}) into the folder, or remove it"

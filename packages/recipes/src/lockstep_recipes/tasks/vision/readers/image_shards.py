@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep import locks
 from lockstep.cache_folder import cache_root
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError, did_you_mean, number_of
 from lockstep_recipes.shards.find import expanded
 from lockstep_recipes.shards.formats.tar import COMPRESSED
 from lockstep_recipes.tasks.arrays import Array
@@ -165,7 +165,7 @@ def read_shards(
     indices = _indices(shards, label)
     if not sum(len(index.members) for index in indices):
         remedy = "name members KEY.jpg (or .png, ...) with KEY.cls or KEY.json; KEY ends at the first dot"
-        raise DataError(f"no images in {len(shards)} shards", where=source, remedy=remedy)
+        raise DataError(f"no images in {number_of(len(shards), 'shard')}", where=source, remedy=remedy)
     for shard, index in zip(shards, indices, strict=True):
         bare = np.flatnonzero(index.codes < 0)
         if labelled and len(bare):
@@ -177,7 +177,11 @@ def read_shards(
     place = {name: number for number, name in enumerate(names)}
     codes = [np.array([*(place[name] for name in index.labels), -1], dtype=np.int64)[index.codes] for index in indices]
     others = sum(index.others for index in indices)
-    notes = (f"{others} members of {len(shards)} shards do not belong to an image and are left out",) if others else ()
+    notes = (
+        (f"left out: {number_of(others, 'member')} of {number_of(len(shards), 'shard')} without an image",)
+        if others
+        else ()
+    )
     return ShardImages(shards, indices), np.concatenate(codes), names, notes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.images.mask import MaskValues
 from lockstep_recipes.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
@@ -32,7 +32,7 @@ def class_numbers(table: ClassTable, names: Sequence[str] | None) -> list[int]:
         return list(range(len(table.classes)))
     unknown = [name for name in table.names if name not in names]
     if unknown:
-        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        more = f", and {number_of(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         what = f"class {unknown[0]!r} is not among the {len(names)} classes of the training data{more}"
         remedy = unknown_class(unknown[0], names, "Ignore this class, or train with it")
         raise DataError(what, where=table.where, remedy=remedy)
@@ -98,7 +98,8 @@ class MaskLookup:
             row, column = (int(place[0]) for place in np.nonzero(unknown))
             shown = listed([str(value) for value in found], _SHOWN)
             what = (
-                f"the mask contains {shown}, which does not belong to a class: {int(unknown.sum())} pixels, the "
+                f"the mask contains {shown}, which does not belong to a class: "
+                f"{number_of(int(unknown.sum()), 'pixel')}, the "
                 f"first in row {row}, "
             )
             raise DataError(f"{what}column {column}", where=where, remedy=self._remedy(found))
@@ -130,8 +131,11 @@ class MaskLookup:
             shown = ", ".join(str([int(value) >> 16, int(value) >> 8 & 255, int(value) & 255]) for value in often)
             row, column = (int(place[0]) for place in np.nonzero(unknown))
             more = ", ..." if len(found) > _SHOWN else ""
-            what = f"the mask contains {len(found)} colours that do not belong to a class: {shown}{more}"
-            what += f" ({int(unknown.sum())} pixels, the first in row {row}, column {column})"
+            what = (
+                f"the mask contains {number_of(len(found), 'colour', 'that does', 'that do')} not belong to "
+                f"a class: {shown}{more}"
+            )
+            what += f" ({number_of(int(unknown.sum()), 'pixel')}, the first in row {row}, column {column})"
             remedy = (
                 f"give each colour a class in {self.table.where}, or add it to task.ignore. Many such colours mean "
             )

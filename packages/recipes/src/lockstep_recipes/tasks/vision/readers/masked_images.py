@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.data.cache_options import CacheOptions
-from lockstep.core.errors import SKIP, DataError
+from lockstep.core.errors import SKIP, DataError, number_of
 from lockstep_recipes.tasks.vision.images.cache import DecodedCache, reduced_size
 from lockstep_recipes.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
@@ -167,7 +167,7 @@ class MaskedImages(ImageDataset):
 
     def _wrong_size(self, index: int, mask: tuple[int, ...], image: tuple[int, ...], *, others: int = 0) -> DataError:
         assert self.masks is not None
-        more = f"; {others} other masks also differ" if others else ""
+        more = f"; {number_of(others, 'other mask', 'also differs', 'also differ')}" if others else ""
         what = f"the mask has {mask[0]}x{mask[1]} pixels (height x width), but its image {image[0]}x{image[1]}"
         remedy = "save the mask with the size of its image"
         if mask == image[::-1]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lockstep.core.errors import number_of
 from lockstep.core.program import Program
 from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
@@ -149,8 +150,8 @@ class SegmentationPresenter(ImagePresenter):
 
     def of_data(self, name: str, data: Any) -> list[str]:
         images = data.pictures if isinstance(data, Windows) else data
-        windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-        lines = [f"{name}: {len(images):,} images{windows}", *(f"  {note}" for note in images.notes)]
+        windows = f" in {number_of(len(data), 'window')}" if isinstance(data, Windows) else ""
+        lines = [f"{name}: {number_of(len(images), 'image')}{windows}", *(f"  {note}" for note in images.notes)]
         return lines if images.cache is None else [*lines, f"  {images.cache.summary()}"]
 
     def samples(self, data: Any) -> SplitImages | None:
