@@ -135,6 +135,9 @@ class FSDP(Single):
         for module in self._modules:
             yield from torch_internals.gathered_parameters(module)
 
+    def _own_leaves(self) -> set[int]:
+        return super()._own_leaves() | {id(gathered) for _, gathered in self._gathered()}
+
     def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
 
