@@ -33,6 +33,7 @@ from lockstep.core.step import TrainState, Update, train_step
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
+from lockstep.core.wrapped_model import is_compiled
 from lockstep.core.writer import Writer, tell
 
 
@@ -103,6 +104,11 @@ class Run:
     def model(self) -> nn.Module:
         """The model that the task made."""
         return self.state.strategy.unwrapped.model
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if `torch.compile` was applied to the model or to parts of it."""
+        return self.config.compute.compile is not None or is_compiled(self.model)
 
     @property
     def world(self) -> World:
