@@ -58,6 +58,13 @@ def _inside(module: Any, kind: type) -> Any:
     return module
 
 
+def inside_compiled(model: Any) -> Any:
+    """The module that `torch.compile` was called with. Without it: `model` itself."""
+    while (inside := getattr(model, "_orig_mod", None)) is not None:
+        model = inside
+    return model
+
+
 def is_compiled(model: nn.Module) -> bool:
     """True if a module of `model` runs compiled code."""
     return any(module._compiled_call_impl is not None for module in model.modules())
