@@ -27,13 +27,13 @@ from lockstep.core.held_folder import HeldFolder
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
+from lockstep.core.parallel.wrapped_model import is_compiled
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
 from lockstep.core.run_model import SpreadModel, build_model, make_optimizer, make_schedule, seed_everything
 from lockstep.core.step import TrainState, Update, train_step
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
-from lockstep.core.wrapped_model import is_compiled
 from lockstep.core.writer import Writer, tell
 
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.core.data.dataset import forward
 from lockstep.core.defaults import is_default
 from lockstep.core.errors import UsageError
+from lockstep.core.parallel.wrapped_model import without_wrappers
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task, update_from_pair
-from lockstep.core.wrapped_model import without_wrappers
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection

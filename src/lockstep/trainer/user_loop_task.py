@@ -26,8 +26,8 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.optimizer_class import Optimizers
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.wrapped_model import without_wrappers
 from lockstep.core.task import Batch, Losses, Metrics, Samples, Task
-from lockstep.core.wrapped_model import without_wrappers
 from lockstep.sampling.weighted import WeightedSampler
 from lockstep.updates.players import Player
 

@@ -7,10 +7,10 @@ from torch import nn
 pytest.importorskip("pytorch_lightning")
 pytest.importorskip("transformers")
 
-from lockstep.core.errors import TrainingError  # noqa: E402
-from lockstep_recipes import adapters  # noqa: E402
-from packages.recipes.tests.adapters import lightning_cases, test_lightning, test_transformers  # noqa: E402
-from tests import runs  # noqa: E402
+from lockstep.core.errors import TrainingError
+from lockstep_recipes import adapters
+from packages.recipes.tests.adapters import lightning_cases, test_lightning, test_transformers
+from tests import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 

@@ -44,7 +44,7 @@ class Single:
         self._frozen: dict[str, nn.Parameter] = {}  # the other parameters
         self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
-        self._untrained = UntrainedLeaves(self._holders)
+        self._untrained: UntrainedLeaves | None = UntrainedLeaves(self._holders)  # None: it has seen enough
         self._looks_for_replaced = 8  # before and after the first step, and after an evaluation before it
         self._looks_at_shapes = 4  # how often `_sync_buffers` still looks: before the first step, and after it
         self._first_shapes: list[tuple[int, ...]] | None = None
@@ -78,7 +78,8 @@ class Single:
         self._sync_buffers()
         if trial is None:
             return None
-        self._untrained.begin(self._own_leaves)
+        if self._untrained is not None:
+            self._untrained.begin(self._own_leaves())
         self._take_waits()  # of an evaluation
         mark = self.device.mark() if self.world.size > 1 else None
         self._warm_up(trial)
@@ -102,7 +103,8 @@ class Single:
             self._check_trainable()
             if self._must_check_used:
                 self._check_all_used({head: losses[head] for head in factors})
-            self._untrained.check_graph(lambda: leaves(losses).values(), self._own_leaves)
+            if self._untrained is not None:
+                self._untrained.check_graph(leaves(losses).values(), self._own_leaves())
         roots, gradients = self._roots(losses, factors, last)
         # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
         new = [p for p in self.trainable.values() if p.grad is None] if self.unwrapped.uses_graphs and not last else []
@@ -113,7 +115,8 @@ class Single:
         for parameter in new:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         if last:
-            self._untrained.check_gradients()
+            if self._untrained is not None and self._untrained.check_gradients():
+                self._untrained = None
             self._check_reduced()
         return waits
 

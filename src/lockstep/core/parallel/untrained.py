@@ -14,6 +14,14 @@ from lockstep.core.errors import TrainingError, listed
 from lockstep.core.parallel.held_parameters import trainable_leaves
 
 _ENGINE = ("lockstep.trainer.", "lockstep.core.")
+_OUTSIDE = (
+    "make it a part of the model (for a loss with parameters: nn.ModuleDict({'net': net, 'criterion': criterion})); or "
+    "freeze it: requires_grad_(False)"
+)
+_IN_MODEL = (
+    "create all parameters in the model's constructor, as nn.Parameter, and keep layers in an nn.ModuleList: the "
+    "optimizer has the parameters that the model has then"
+)
 
 
 class UntrainedLeaves:
@@ -36,43 +44,40 @@ class UntrainedLeaves:
         self._before: dict[int, Any] = {}  # by `id`: marks of their gradients
         self._reached: list[weakref.ref[Tensor]] = []  # unknown leaves of the first step
 
-    def begin(self, own: Callable[[], set[int]]) -> None:
+    def begin(self, own: set[int]) -> None:
         """Before the passes of a step.
 
         Args:
-            own: gives the `id` of the leaves that the optimizer has.
+            own: `id` of the leaves that the optimizer has.
         """
         if self._left == 2:
-            self._held = trainable_leaves(self.holders(), own())
+            self._held = trainable_leaves(self.holders(), own)
 
-    def check_graph(self, leaves: Callable[[], Iterable[Tensor]], own: Callable[[], set[int]]) -> None:
+    def check_graph(self, leaves: Iterable[Tensor], own: set[int]) -> None:
         """Before the last backward pass of a step.
 
         Args:
-            leaves: gives those that the losses of the pass reach.
-            own: gives the `id` of the leaves that the optimizer has.
+            leaves: those that the losses of the pass reach.
+            own: see `begin`.
 
         Raises:
             TrainingError: names the leaves that would get a gradient in vain.
         """
-        if not self._left:
-            return
         self._left -= 1
-        known = own()
-        unknown = [leaf for leaf in leaves() if leaf.requires_grad and id(leaf) not in known]
+        unknown = [leaf for leaf in leaves if leaf.requires_grad and id(leaf) not in own]
         self._refuse([leaf for leaf in unknown if id(leaf) in self._held or self._is_known(leaf)])
         self._reached = [weakref.ref(leaf) for leaf in unknown]
-        self._left = self._left if unknown else 0
-        self._before = {key: _mark(leaf) for key, (_, leaf) in self._held.items() if key not in known}
+        self._before = {key: _mark(leaf) for key, (_, leaf) in self._held.items() if key not in own}
 
-    def check_gradients(self) -> None:
-        """After this backward pass.
+    def check_gradients(self) -> bool:
+        """After this backward pass. True if no further step must be looked at.
 
         Raises:
             TrainingError: names the leaves that got a gradient that the graph did not show.
         """
         self._refuse([self._held[key][1] for key, mark in self._before.items() if _mark(self._held[key][1]) != mark])
         self._held, self._before = {}, {}
+        return not self._left or not self._reached
 
     def _is_known(self, leaf: Tensor) -> bool:
         return any(one() is leaf for one in self._reached)
@@ -82,12 +87,12 @@ class UntrainedLeaves:
             return
         names = self._held or trainable_leaves(self.holders(), set())
         shown = [names[id(one)][0] if id(one) in names else f"a tensor of shape {tuple(one.shape)}" for one in leaves]
+        in_model = any(one.startswith("model.") for one in shown)
+        gets = "gets a gradient and is" if len(shown) == 1 else "get a gradient and are"
         raise TrainingError(
-            f"{listed(shown, 5)} {'gets' if len(shown) == 1 else 'get'} a gradient and "
-            f"{'is' if len(shown) == 1 else 'are'} in no optimizer: training would never change it",
+            f"{listed(shown, 5)} {gets} in no optimizer, so that it would never train",
             where="Task.loss",
-            remedy="make it a part of the model (for a loss with parameters: return nn.ModuleDict({'net': net, "
-            "'criterion': criterion}) from Task.model); or freeze it: requires_grad_(False)",
+            remedy=_IN_MODEL if in_model else _OUTSIDE,
         )
 
 

@@ -21,7 +21,7 @@ from lockstep.core.errors import LockstepError, TrainingError, listed
 from lockstep.core.part import Training
 from lockstep.parts.checks.left_out import LeftOut
 from lockstep.parts.checks.outside_state import OutsideState
-from lockstep.parts.checks.rounding import Rounding
+from lockstep.parts.checks.rounding import LostUpdates
 from lockstep.parts.replicas import differing, digests_of
 
 
@@ -43,7 +43,7 @@ class FirstSteps(BuiltInPart):
         self.left_out = LeftOut(run)
         self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
         self._first = run.state.step
-        self._written, self._rounding = _Written(run), Rounding(run)
+        self._written, self._lost_updates = _Written(run), LostUpdates(run)
         self._look()
 
     # ---- events
@@ -51,7 +51,7 @@ class FirstSteps(BuiltInPart):
     def before_step(self, training: Training) -> None:
         if training.step == self._first:
             self._written.watch()
-            self._rounding.watch()
+            self._lost_updates.watch()
 
     def after_step(self, training: Training) -> None:
         """Check the first two steps of a process, and no other. A collective.
@@ -63,7 +63,7 @@ class FirstSteps(BuiltInPart):
         self._look()
         if done == 1:
             self._written.report()
-            self._warn(self._rounding.warnings())
+            self._warn(self._lost_updates.warnings())
             self._check_replicas()
             self.run.state.strategy.begin_step()
             self.check_loadable()

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.core.checkpoint.nested import Plain
 from lockstep.core.checkpoint.state import REMEDY_FOR_GLOBAL
 from lockstep.core.errors import UsageError
-from lockstep.core.optimizer_class import is_of_torch, like, members, options
+from lockstep.core.optimizer_class import classes, is_of_torch, like, members, options
 from lockstep.core.step import TrainState
 from lockstep.parts.checks.rounding import REMEDY
 
@@ -68,9 +68,9 @@ def check_formats(state: TrainState) -> None:
             what = "weights in float16 have gradients in float16, from which the loss scale cannot be taken"
             raise UsageError(what, where="precision=fp16", remedy=REMEDY)
         if found and isinstance(eps, float) and eps and not torch.tensor(eps, dtype=torch.float16):
-            kind = next(type(one).__name__ for one in members(state.optimizer) if any(group is its for its in one.param_groups))
             raise UsageError(
-                f"{len(found)} trainable parameters are float16. In this format eps={eps:g} of {kind} is zero, so that "
+                f"{len(found)} trainable parameters are float16. In this format eps={eps:g} of "
+                f"{classes(state.optimizer)} is zero, so that "
                 "it divides by zero wherever a gradient is small: these weights become NaN",
                 where="Task.model",
                 remedy=REMEDY,

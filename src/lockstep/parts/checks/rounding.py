@@ -20,7 +20,7 @@ REMEDY = (
 _ELEMENTS = 1 << 20  # that are looked at, over all parameters
 
 
-class Rounding:
+class LostUpdates:
     """Repeats the first update of some rows of each 16-bit parameter, in its format and in float32.
 
     Both repetitions are made by new optimizers with the first gradients, at the peak of the learning rate: a warm-up

@@ -117,7 +117,7 @@ def _besides(rank: int, event: Event) -> Iterator[Finding]:
     for module in event.get("untrained") or ():
         at = (module["at"] or [event.get("at")])[0]
         evidence = f"{some(module['names'])} got gradients in the first step, but no optimizer has them"
-        cause = "this module is no part of the model that is trained: its gradients are not even exchanged"
+        cause = "this module is outside of the trained model: its gradients are not even exchanged"
         remedy = "make it a part of the model before wrapping, and give its parameters to the optimizer; or freeze it"
         yield Finding("LS308", place(at), evidence, cause, remedy, (rank,), event["step"])
 

@@ -18,9 +18,9 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import UsageError
 from lockstep.core.foreign_task import Foreign, Keys, line_of, raise_all, refused, together
+from lockstep.core.parallel.wrapped_model import inside_compiled, without_wrappers
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task
-from lockstep.core.wrapped_model import inside_compiled, without_wrappers
 from lockstep_recipes.adapters import hooks, loaders, optimizers, trainer_arguments, units
 from lockstep_recipes.adapters.lightning_trial import ProbedStep, tried
 from lockstep_recipes.adapters.logged import StepLog, metrics_of

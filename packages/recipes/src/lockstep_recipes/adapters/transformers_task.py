@@ -18,9 +18,9 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import UsageError
 from lockstep.core.foreign_task import Foreign, Keys, line_of, refused
+from lockstep.core.parallel.wrapped_model import inside_compiled, without_wrappers
 from lockstep.core.schedule import scaled_lr
 from lockstep.core.task import Metrics
-from lockstep.core.wrapped_model import inside_compiled, without_wrappers
 from lockstep_recipes.adapters import transformers_arguments, units
 from lockstep_recipes.adapters.loaders import Marked, Validated, reads_at_once
 from lockstep_recipes.adapters.optimizers import LearningRateFactors, holder

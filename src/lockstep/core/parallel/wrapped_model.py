@@ -6,12 +6,11 @@ import sys
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.blocks import call_of
 from lockstep.core.errors import UsageError
 
-_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")  # by name: their modules take long to import
+_SPREAD = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,10 +29,10 @@ def without_wrappers(model: M, where: str) -> M:
     """
     for name, module in model.named_modules():
         kinds = [kind.__name__ for kind in type(module).__mro__]
-        spread = next((kind for kind in _SHARDED if kind in kinds), "")
-        if spread or isinstance(module, DistributedDataParallel | nn.DataParallel):
+        spread = next((kind for kind in kinds if kind in _SPREAD), None)
+        if spread is not None:
             raise UsageError(
-                f"{name or 'the model'} is wrapped in {spread or type(module).__name__}",
+                f"{name or 'the model'} is wrapped in {spread}",
                 where=where,
                 remedy="give the module inside (.module): Lockstep spreads it over the ranks by itself, as "
                 "parallel.strategy says",
