@@ -98,6 +98,8 @@ class UntrainedLeaves:
 
 def variables_of_task(task: Any) -> dict[str, Any]:
     """The task, and the variables of the user's own module that its loss is from."""
+    inside = getattr(task, "task", None)  # of the tasks with which `lockstep verify` compares
+    task = inside if hasattr(inside, "train_data") else task
     loss = getattr(task.loss, "__func__", task.loss)
     code = getattr(loss, "__code__", None)
     return {"Task": task} | (loss.__globals__ if code is not None and is_own_code(code.co_filename) else {})
