@@ -13,6 +13,7 @@ from lockstep.core.errors import LockstepError, TrainingError
 from tests import own_tasks, pair_tasks, player_tasks, runs
 from tests.ranks import run_ranks
 
+Task = own_tasks.Masked  # a module has the class under this name
 FACTOR = nn.Parameter(torch.ones(5, dtype=torch.float64))  # of a script, outside of all classes
 
 
@@ -43,7 +44,7 @@ class Hidden(torch.autograd.Function):
         return gradient * ctx.module.factor.detach().expand_as(error), None
 
 
-class Kept(own_tasks.Masked):
+class Kept(Task):
     """The loss uses a leaf that somebody keeps."""
 
     def __init__(self, how, **options):

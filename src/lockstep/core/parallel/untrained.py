@@ -102,7 +102,8 @@ def variables_of_task(task: Any) -> dict[str, Any]:
     task = inside if hasattr(inside, "train_data") else task
     loss = getattr(task.loss, "__func__", task.loss)
     code = getattr(loss, "__code__", None)
-    return {"Task": task} | (loss.__globals__ if code is not None and is_own_code(code.co_filename) else {})
+    variables = loss.__globals__ if code is not None and is_own_code(code.co_filename) else {}
+    return {"Task": task} | {name: value for name, value in variables.items() if name != "Task"}  # the class
 
 
 def variables_of_script() -> dict[str, Any]:
