@@ -160,6 +160,14 @@ def test_parameters_that_no_optimizer_has_are_a_warning():
     assert Script().optimizer(left_out={"0": ["a", "b"]}).found("LS308") == []  # none: another kind of optimizer
 
 
+def test_a_loss_with_parameters_that_no_optimizer_has_is_a_warning():
+    module = {"names": ["ArcFace.weight"], "at": [at(12), at(30)]}
+    finding = Script().optimizer(untrained=[module]).found("LS308")[0]
+    assert finding.where.line == 12
+    assert "ArcFace.weight got gradients" in finding.evidence
+    assert Script().optimizer(untrained=None).found("LS308") == []
+
+
 def test_steps_without_gradients_are_named():
     def normed(*norms):
         script = Script().optimizer()

@@ -220,7 +220,7 @@ def _as_in_forward(
         yield
 
 
-def _call_of(module: nn.Module) -> Callable[..., Any]:
+def call_of(module: nn.Module) -> Callable[..., Any]:
     """The call of a module with its hooks, as a function that torch compiles whatever the class of the module is.
 
     `Module.compile` compiles nothing if the class is torch's own, such as `nn.Sequential` (torch 2.13).
@@ -270,5 +270,5 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
         else:
             names = {id(one): name for name, one in model.named_modules()}
             inside = {names[id(one)]: one for one in module.modules() if _is_recomputed(one)}
-            compiled = torch.compile(_call_of(module), **options)
+            compiled = torch.compile(call_of(module), **options)
             module._compiled_call_impl = refusing_writes(compiled, inside) if inside else compiled

@@ -27,6 +27,7 @@ from lockstep.core.held_folder import HeldFolder
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
+from lockstep.core.parallel.wrapped_model import is_compiled
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
 from lockstep.core.run_model import SpreadModel, build_model, make_optimizer, make_schedule, seed_everything
 from lockstep.core.step import TrainState, Update, train_step
@@ -105,6 +106,11 @@ class Run:
     def model(self) -> nn.Module:
         """The model that the task made."""
         return self.state.strategy.unwrapped.model
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if `torch.compile` was applied to the model or to parts of it."""
+        return self.config.compute.compile is not None or is_compiled(self.model)
 
     @property
     def world(self) -> World:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.no_collectives import no_collectives
 from lockstep.core.parallel.strategy import Forward, Strategy
+from lockstep.core.parallel.untrained import variables_of_script, variables_of_task
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
 from lockstep.core.task import Task, loss_of_batch, needs_global_batch
@@ -115,6 +117,7 @@ def _forward(config: RunConfig, task: Task, model: nn.Module, *, is_bypassed: bo
         is_bypassed=is_bypassed,
         uses_graphs=config.compute.uses_cuda_graphs,
         tensor_plan=task.tensor_plan,
+        holders=variables_of_script if is_bypassed else partial(variables_of_task, task),
     )
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lockstep.core.data.dataset import forward
 from lockstep.core.defaults import is_default
 from lockstep.core.errors import UsageError
+from lockstep.core.parallel.wrapped_model import without_wrappers
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task, update_from_pair
 
@@ -25,16 +26,16 @@ _MAP_STYLE = "return a map-style data set: an object with len() and [index]"
 
 
 def model(task: Task) -> nn.Module:
-    """The model that the task makes.
+    """The model that the task makes, see `without_wrappers`.
 
     Raises:
-        UsageError: the task returned no module.
+        UsageError: the task returned no module, or one that is wrapped to be spread over ranks.
     """
     returned: Any = task.model()
     if not isinstance(returned, nn.Module):
         remedy = "return a torch.nn.Module, such as nn.Linear(10, 5)"
         raise UsageError(_describe(returned), where="Task.model", remedy=remedy)
-    return returned
+    return without_wrappers(returned, "Task.model")
 
 
 def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:

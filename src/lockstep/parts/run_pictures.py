@@ -190,7 +190,7 @@ class RunPictures(Viewer):
     def _describe_model(self, path: Path, evaluated: EvaluationData | None) -> None:
         """Write model.txt, and pass the graph of the model to the writers."""
         state, found, note = self.run.state, None, ""
-        model, compiled = self.run.model, self.run.config.compute.compile is not None
+        model, compiled = self.run.model, self.run.is_compiled
         if state.strategy.is_sharded:
             note = "Outputs and operations are left out: each rank holds only a shard of the parameters."
         else:

@@ -26,6 +26,7 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.optimizer_class import Optimizers
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.wrapped_model import without_wrappers
 from lockstep.core.task import Batch, Losses, Metrics, Samples, Task
 from lockstep.sampling.weighted import WeightedSampler
 from lockstep.updates.players import Player
@@ -66,6 +67,7 @@ class LoopTask(Task):
             raise UsageError(
                 f"the optimizer is a {type(optimizer).__name__}", where="Loop(model, optimizer)", remedy=remedy
             )
+        module = without_wrappers(module, "Loop(model, ...)")
         self._module, self._data = module, data
         self._given = weakref.ref(optimizer)  # sharding refuses tasks that hold parameters
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}

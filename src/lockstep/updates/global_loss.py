@@ -127,7 +127,7 @@ class GlobalLoss:
                 )
                 by_tensor = dict(zip(map(id, floating), found, strict=False))
                 gradients[head] = [by_tensor.get(id(value)) for value in inputs]
-        is_used = leaves(losses) - set(map(id, floating))
+        is_used = leaves(losses).keys() - set(map(id, floating))
         detached = {head: loss.detach() for head, loss in losses.items()}
         return _Gathered([value.detach() for value in inputs], form, gradients, detached, bool(is_used))
 

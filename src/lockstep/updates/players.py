@@ -189,6 +189,7 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
             _loss_of(task, player.name),
             is_bypassed=state.strategy.unwrapped.is_bypassed,
             uses_graphs=config.compute.uses_cuda_graphs,
+            holders=state.strategy.unwrapped.holders,
         )
         strategy.wrap(forward)
         own = {name: factor for name, factor in state.coefficients.items() if name == player.name}

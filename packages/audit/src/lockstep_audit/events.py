@@ -133,6 +133,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             that no watched model has), missing: {model id: names of
                                                             trainable parameters of that model in no optimizer so far},
                                                             left_out (the same, of those that have a gradient),
+                                                            untrained: [{names, at}] (modules outside of watched models
+                                                            with a gradient that no optimizer has, and where each was
+                                                            made: the innermost line first),
                                                             unwrapped (names that steps have for foreign parameters),
                                                             gradients_none (of its parameters, at this step),
                                                             unwrapped_from (where the module of these was made: the

@@ -74,7 +74,7 @@ def accuracy(prediction):
 
 def fit(folder, steps=STEPS, net=None, **sections):
     task = adapters.transformers(
-        net or model(),
+        net if net is not None else model(),
         ARGUMENTS,
         train_dataset=samples(50, 0),
         eval_dataset=samples(21, 1),

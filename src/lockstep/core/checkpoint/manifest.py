@@ -57,12 +57,17 @@ class Checkpoint:
     @property
     def index(self) -> files.Index:
         """The place of each tensor, by name."""
-        return dict(self.contents["tensors"])
+        return _plain(self.contents["tensors"])
 
     @property
     def values(self) -> dict[str, Any]:
         """State that is not a tensor, by name."""
-        return dict(self.contents["values"])
+        return _plain(self.contents["values"])
+
+
+def _plain(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """By the names in the plain model: earlier versions saved compiled models under the names of `torch.compile`."""
+    return {name.replace("_orig_mod.", ""): value for name, value in by_name.items()}
 
 
 def listed(folder: Path) -> list[Checkpoint]:

@@ -165,6 +165,9 @@ class FSDP(Single):
         if missing and self._hooks:
             raise unused_error(missing, "Task.loss", f" {where}, though they did before")
 
+    def _own_leaves(self) -> set[int]:
+        return super()._own_leaves() | {id(gathered) for _, gathered in self._gathered()}
+
     def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
 

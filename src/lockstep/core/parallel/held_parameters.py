@@ -16,8 +16,10 @@ from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel import torch_internals
 
 _ITEMS, _VALUES = 10_000, 200_000  # looked at in a collection; looked at in total
+_FEW_ITEMS, _FEW_VALUES = 100, 5_000  # the same, for a look that every run takes
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
@@ -154,6 +156,30 @@ def check_shared_memory(model: nn.Module) -> None:
         )
 
 
+def trainable_leaves(holders: Mapping[str, Any], own: set[int]) -> dict[int, tuple[str, Tensor]]:
+    """The leaf tensors that require a gradient and that `holders` lead to, near ones first.
+
+    Args:
+        holders: objects by name.
+        own: `id` of tensors that are left out.
+
+    Returns:
+        by `id`: a path such as `Task.criterion.weight`, and the tensor.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    pending, seen, visits = deque(holders.items()), set[int](), 0
+    while pending and visits < _FEW_VALUES:
+        path, value = pending.popleft()
+        visits += 1
+        if isinstance(value, Tensor):
+            if value.requires_grad and value.is_leaf and id(value) not in own:
+                found.setdefault(id(value), (path, value))
+        elif not isinstance(value, _LEAVES) and id(value) not in seen:
+            seen.add(id(value))
+            pending.extend((f"{path}{key}", inner) for key, inner in _inside(value, _FEW_ITEMS))
+    return found
+
+
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """True if the ranges of bytes of two tensors with the same storage overlap."""
     (begin, end), (its_begin, its_end) = _bytes(one), _bytes(other)
@@ -168,10 +194,13 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (steps + 1) * size
 
 
-def _inside(holder: Any) -> Iterator[tuple[str, Any]]:
-    """The values that `holder` holds, each with its place: `.name` or `[key]`."""
+def _inside(holder: Any, most: int = _ITEMS) -> Iterator[tuple[str, Any]]:
+    """The first values that `holder` holds, each with its place: `.name` or `[key]`."""
     items: Iterator[tuple[str, Any]]
-    if isinstance(holder, Mapping):
+    if isinstance(holder, nn.Module):
+        kept = (holder._parameters, holder._buffers, holder._modules, vars(holder))
+        items = ((f".{key}", value) for of in kept for key, value in of.items() if key not in _OF_MODULES)
+    elif isinstance(holder, Mapping):
         is_attributes = all(isinstance(key, str) for key in holder)
         items = ((f".{key}" if is_attributes else f"[{key!r}]", value) for key, value in holder.items())
     elif isinstance(holder, list | tuple | set | frozenset | deque):
@@ -185,7 +214,7 @@ def _inside(holder: Any) -> Iterator[tuple[str, Any]]:
         items = ((f".{name}", cell.cell_contents) for name, cell in variables if _is_filled(cell))
     else:
         items = ((f".{name}", value) for name, value in getattr(holder, "__dict__", {}).items())
-    for _, item in zip(range(_ITEMS), items, strict=False):
+    for _, item in zip(range(most), items, strict=False):
         yield item
 
 

@@ -15,6 +15,7 @@ from lockstep.core.errors import TrainingError, UsageError, listed, number_of
 from lockstep.core.parallel.buffers import ModuleBuffers, restored_state
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Forward, Losses, TrialPass, Waits
+from lockstep.core.parallel.untrained import UntrainedLeaves
 from lockstep.core.parallel.world import World
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -43,6 +44,7 @@ class Single:
         self._frozen: dict[str, nn.Parameter] = {}  # the other parameters
         self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
+        self._untrained: UntrainedLeaves | None = UntrainedLeaves(self._holders)  # None: it has seen enough
         self._looks_for_replaced = 8  # before and after the first step, and after an evaluation before it
         self._looks_at_shapes = 4  # how often `_sync_buffers` still looks: before the first step, and after it
         self._first_shapes: list[tuple[int, ...]] | None = None
@@ -76,6 +78,8 @@ class Single:
         self._sync_buffers()
         if trial is None:
             return None
+        if self._untrained is not None:
+            self._untrained.begin(self._own_leaves())
         self._take_waits()  # of an evaluation
         mark = self.device.mark() if self.world.size > 1 else None
         self._warm_up(trial)
@@ -99,6 +103,8 @@ class Single:
             self._check_trainable()
             if self._must_check_used:
                 self._check_all_used({head: losses[head] for head in factors})
+            if self._untrained is not None:
+                self._untrained.check_graph(leaves(losses).values(), self._own_leaves())
         roots, gradients = self._roots(losses, factors, last)
         # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
         new = [p for p in self.trainable.values() if p.grad is None] if self.unwrapped.uses_graphs and not last else []
@@ -109,8 +115,17 @@ class Single:
         for parameter in new:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         if last:
+            if self._untrained is not None and self._untrained.check_gradients():
+                self._untrained = None
             self._check_reduced()
         return waits
+
+    def _holders(self) -> dict[str, Any]:
+        return {**self.unwrapped.holders(), "model": self.unwrapped.model}
+
+    def _own_leaves(self) -> set[int]:
+        """`id` of the leaves whose gradients the optimizer uses, or that are frozen."""
+        return {id(parameter) for each in (self.trainable, self._frozen) for parameter in each.values()}
 
     def _take_waits(self) -> list[tuple[Any, Any]] | None:
         """What `Waits.between` says, since the last call."""
@@ -304,10 +319,10 @@ def _check_no_float64(model: nn.Module) -> None:
         )
 
 
-def leaves(losses: Losses) -> set[int]:
-    """The identities (`id`) of the leaf tensors that `losses` depend on."""
+def leaves(losses: Losses) -> dict[int, Tensor]:
+    """The leaf tensors that `losses` depend on, by their identity (`id`)."""
     variables = (getattr(node, "variable", None) for node in _nodes(losses))
-    return {id(variable) for variable in variables if isinstance(variable, Tensor)}
+    return {id(variable): variable for variable in variables if isinstance(variable, Tensor)}
 
 
 def _nodes(losses: Losses) -> Iterator[Any]:

@@ -67,6 +67,7 @@ class Forward(nn.Module):
         uses_graphs: the model may run as CUDA graphs. A graph writes its results into the same memory each time, so
             they are copied.
         tensor_plan: what `Task.tensor_plan` returns.
+        holders: gives the objects, by name, that the loss uses besides the model: the task.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Forward(nn.Module):
         is_bypassed: bool = False,
         uses_graphs: bool = False,
         tensor_plan: Callable[[], Mapping[str, str] | None] = lambda: None,
+        holders: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         super().__init__()
         self.model = model
@@ -86,6 +88,7 @@ class Forward(nn.Module):
         self.is_bypassed = is_bypassed
         self.uses_graphs = uses_graphs
         self.tensor_plan = tensor_plan
+        self.holders = holders
         self.kept = KeptOutput()
         self._has_computed = False
 

@@ -21,6 +21,7 @@ from lockstep.core.errors import LockstepError, TrainingError, listed
 from lockstep.core.part import Training
 from lockstep.parts.checks.left_out import LeftOut
 from lockstep.parts.checks.outside_state import OutsideState
+from lockstep.parts.checks.rounding import LostUpdates
 from lockstep.parts.replicas import differing, digests_of
 
 
@@ -42,7 +43,7 @@ class FirstSteps(BuiltInPart):
         self.left_out = LeftOut(run)
         self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
         self._first = run.state.step
-        self._written = _Written(run)
+        self._written, self._lost_updates = _Written(run), LostUpdates(run)
         self._look()
 
     # ---- events
@@ -50,6 +51,7 @@ class FirstSteps(BuiltInPart):
     def before_step(self, training: Training) -> None:
         if training.step == self._first:
             self._written.watch()
+            self._lost_updates.watch()
 
     def after_step(self, training: Training) -> None:
         """Check the first two steps of a process, and no other. A collective.
@@ -61,12 +63,13 @@ class FirstSteps(BuiltInPart):
         self._look()
         if done == 1:
             self._written.report()
+            self._warn(self._lost_updates.warnings())
             self._check_replicas()
             self.run.state.strategy.begin_step()
             self.check_loadable()
         else:
             self.left_out.check()  # a copy of what trains begins to move in the second step
-            self._warn()
+            self._warn(self.outside.warnings() if self.outside is not None else [])
             assert isinstance(training, Inside)
             training.left |= {"before_step", "after_step"}
 
@@ -98,9 +101,9 @@ class FirstSteps(BuiltInPart):
         if self.outside is not None:
             self.outside.look()
 
-    def _warn(self) -> None:
+    def _warn(self, texts: list[str]) -> None:
         warnings = self.run.warnings
-        for text in self.outside.warnings() if self.outside is not None else ():
+        for text in texts:
             if text not in warnings:
                 warnings.append(text)
                 self.run.tell(text)
@@ -190,7 +193,7 @@ class _Written:
     def watch(self) -> None:
         """Note what the passes write from now on."""
         run, stack = self.run, contextlib.ExitStack()
-        forward, compiled = run.state.strategy.unwrapped, run.config.compute.compile is not None
+        forward, compiled = run.state.strategy.unwrapped, run.is_compiled
 
         def begin(module: torch.nn.Module, _: Any) -> None:
             if module.training and torch.is_grad_enabled():

@@ -12,7 +12,9 @@ from torch import nn
 from lockstep.core.checkpoint.nested import Plain
 from lockstep.core.checkpoint.state import REMEDY_FOR_GLOBAL
 from lockstep.core.errors import UsageError
-from lockstep.core.optimizer_class import is_of_torch, like, members, options
+from lockstep.core.optimizer_class import classes, is_of_torch, like, members, options
+from lockstep.core.step import TrainState
+from lockstep.parts.checks.rounding import REMEDY
 
 # Ways to make an update; torch refuses some only when the update is made.
 _WAYS = ("differentiable", "capturable", "fused", "foreach")
@@ -46,6 +48,33 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
     if set(held) != named.keys() or len(held) != len(named):
         what = "the optimizer has a parameter twice, or a parameter that the model does not have"
         raise UsageError(what, where="Task.optimizer", remedy=remedy)
+
+
+def check_formats(state: TrainState) -> None:
+    """Check that no update of a float16 parameter divides by zero.
+
+    torch's classes add `eps` to a divisor in the format of the parameter. Their default, 1e-8, is zero in float16.
+
+    Raises:
+        UsageError: it would; or the loss scale of fp16 could not be taken from the gradients.
+    """
+    unfreezing = state.unfreezing
+    later = [one for step in unfreezing.steps for one in unfreezing.begin(step)[1]] if unfreezing is not None else []
+    ids = {id(one) for one in (*state.parameters, *later) if one.dtype == torch.float16}
+    for group in state.optimizer.param_groups if ids else ():
+        found = [one for one in group["params"] if id(one) in ids]
+        eps = group.get("eps")
+        if found and state.precision.scaler.is_enabled():
+            what = "weights in float16 have gradients in float16, from which the loss scale cannot be taken"
+            raise UsageError(what, where="precision=fp16", remedy=REMEDY)
+        if found and isinstance(eps, float) and eps and not torch.tensor(eps, dtype=torch.float16):
+            raise UsageError(
+                f"{len(found)} trainable parameters are float16. In this format eps={eps:g} of "
+                f"{classes(state.optimizer)} is zero, so that "
+                "it divides by zero wherever a gradient is small: these weights become NaN",
+                where="Task.model",
+                remedy=REMEDY,
+            )
 
 
 def _check_interface(optimizer: torch.optim.Optimizer) -> None:

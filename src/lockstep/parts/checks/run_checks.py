@@ -42,6 +42,7 @@ class RunChecks(FirstSteps):
             messages.append("note: the run never evaluates, so checkpoint.keep_best keeps no checkpoint")
         dry_run.check_is_evaluated(chosen, bool(evaluated))
         optimizer_check.check(state.optimizer, state.strategy.unwrapped.model)
+        optimizer_check.check_formats(state)
         if state.step:  # a restart must be quick
             dry_run.check_results_of_saved(chosen, run.folder / "checkpoints", state.world)
             return messages
@@ -50,12 +51,11 @@ class RunChecks(FirstSteps):
         last_epoch = max(0, run.stop - 1) // run.plan.steps_per_epoch
         for loader, indices in samples.items():
             run.warnings += untouched_data.check(loader, indices, last_epoch if loader is run.batches.loader else 0)
-        compiled = self.run.config.compute.compile is not None
         with contextlib.ExitStack() as stack:
             for loader, indices in samples.items():
                 stack.enter_context(untouched_data.watched(loader, indices[0]))
             forward = stack.enter_context(state.strategy.inference())
-            stack.enter_context(dry_run.without_trace(forward, state.world, compiled))
+            stack.enter_context(dry_run.without_trace(forward, state.world, run.is_compiled))
             phase = state.world.heartbeat.phase
             state.world.heartbeat.enter(Phase.EVALUATING)  # running out of memory is then reported for the evaluation
             run.warnings += dry_run.look_at_losses(

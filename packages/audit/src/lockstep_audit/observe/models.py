@@ -147,6 +147,11 @@ def told() -> list[Model]:
     return [model for _, model in _models.items() if model.is_told]
 
 
+def inner_of_told() -> list[Any]:
+    """The modules inside of their wrappers."""
+    return [inner for inner in (model.inner() for model in told()) if inner is not None]
+
+
 def are_all(how: str) -> bool:
     """True if models were wrapped, and all live ones in this way."""
     return bool(told()) and all(model.how == how for _, model in _models.items())

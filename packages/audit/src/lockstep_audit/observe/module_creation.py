@@ -16,6 +16,7 @@ has_wrapped = False
 modules: Registry[tuple[list[list[str | int]], bool]] = Registry()
 """Where each module was made or copied, the innermost line first, and whether any wrapping came before."""
 _LINES = 3
+_NAMES = 8
 _EPOCH = "on_train_epoch_start"  # BaseFinetuning's method; it calls what a subclass defines
 freed_at: dict[int, list[str | int] | None] = {}
 """Where a call of the script unfroze a parameter, by the parameter's id."""
@@ -47,6 +48,25 @@ def holds(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
     both = {id(parameter) for parameter in some}, {id(parameter) for parameter in others}
     own = ({id(parameter) for parameter in module.parameters()} for module, _ in modules.items() if all(both))
     return any(ids & both[0] and ids & both[1] for ids in own)
+
+
+def untrained(known: set[int], wrapped: Iterable[Any]) -> list[dict[str, Any]] | None:
+    """Modules outside of wrapped models, such as a loss, whose own parameters have gradients.
+
+    Args:
+        known: ids of the parameters that optimizers have.
+
+    Returns:
+        for each: the names of these parameters, and where the module was made.
+    """
+    inside = {id(part) for model in wrapped for part in model.modules()}
+    found = []
+    for module, (at, _) in modules.items():
+        own = {} if id(module) in inside else vars(module).get("_parameters") or {}
+        names = [name for name, one in own.items() if one is not None and one.grad is not None and id(one) not in known]
+        if names:
+            found.append({"names": [f"{type(module).__name__}.{name}" for name in names[:_NAMES]], "at": at})
+    return found[:_NAMES] or None
 
 
 def freed(thing: Any, requires_grad: bool = True) -> None:

@@ -270,6 +270,7 @@ def _tell_optimizer(step: OptimizerStep) -> None:
     event |= {"groups": [{"parameters": len(g["params"]), **_hyperparameters(g)} for g in step.optimizer.param_groups]}
     event |= {"owned": sum(owner is not None for owner in owners), "foreign": sum(owner is None for owner in owners)}
     event |= {"missing": models.missing(_known_parameters), "left_out": models.left_out(_known_parameters)}
+    event |= {"untrained": module_creation.untrained(_known_parameters | _held(), models.inner_of_told())}
     event |= {"unwrapped": _unwrapped(step.optimizer) if any(owners) else None}
     bare = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is None]
     owned = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is not None]

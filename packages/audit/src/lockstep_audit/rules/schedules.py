@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
@@ -115,11 +115,21 @@ def _without_rate(history: EventHistory, told: Sequence[Event]) -> list[Finding]
     return findings
 
 
+def _besides(rank: int, event: Event) -> Iterator[Finding]:
+    """Modules outside of wrapped models, such as a loss with parameters."""
+    for module in event.get("untrained") or ():
+        at = (module["at"] or [event.get("at")])[0]
+        evidence = f"{some(module['names'])} got gradients in the first step, but no optimizer has them"
+        cause = "this module is outside of the trained model: its gradients are not even exchanged"
+        remedy = "make it a part of the model before wrapping, and give its parameters to the optimizer; or freeze it"
+        yield Finding("LS308", place(at), evidence, cause, remedy, (rank,), event["step"])
+
+
 @rule("LS308", "left-out", "parameters have gradients, but no optimizer has them", "warning")
 def left_out(history: EventHistory) -> Iterable[Finding] | str:
-    """Parameters of a wrapped model that no optimizer trains."""
+    """Parameters of a wrapped model, or of a module besides it, that no optimizer trains."""
     made = {event["rank"]: event for event in history.of("optimizer") if event.get("owned")}
-    findings: list[Finding] = []
+    findings = [found for rank, event in made.items() for found in _besides(rank, event)]
     for rank, event in made.items():
         wraps = {str(wrap["model"]): wrap for wrap in history.of("wrap", rank=rank)}
         for model, names in (event.get("left_out") or {}).items():

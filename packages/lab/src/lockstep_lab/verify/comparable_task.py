@@ -96,7 +96,7 @@ class ComparableTask(Task):
             setattr(self, name, getattr(task, name))
 
     def model(self) -> nn.Module:
-        model = self.task.model()
+        model = task_checks.model(self.task)
         if self.changes.float64:
             model = model.double()
             for parameter in model.parameters():

@@ -18,6 +18,7 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import UsageError
 from lockstep.core.foreign_task import Foreign, Keys, line_of, raise_all, refused, together
+from lockstep.core.parallel.wrapped_model import inside_compiled, without_wrappers
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task
 from lockstep_recipes.adapters import hooks, loaders, optimizers, trainer_arguments, units
@@ -60,6 +61,7 @@ class LightningTask(Foreign):
             make: makes a new module of the same class and arguments. None: each run starts with a copy of `module`.
         """
         super().__init__()
+        self._given, module = module, inside_compiled(module)
         base = hooks.base_of(type(module), "LightningModule")
         if base is None:
             name = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
@@ -152,7 +154,8 @@ class LightningTask(Foreign):
     # ---- the model
 
     def model(self) -> nn.Module:
-        module = self.make() if self.make is not None else copy.deepcopy(self.foreign)
+        module = self.make() if self.make is not None else copy.deepcopy(self._given)
+        module = without_wrappers(module, "adapters.lightning(module)")
         if self.make is not None:
             self._set_up_module(module)
         with served(Parts(module), self._served()):

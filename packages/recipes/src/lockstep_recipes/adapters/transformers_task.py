@@ -18,6 +18,7 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import UsageError
 from lockstep.core.foreign_task import Foreign, Keys, line_of, refused
+from lockstep.core.parallel.wrapped_model import inside_compiled, without_wrappers
 from lockstep.core.schedule import scaled_lr
 from lockstep.core.task import Metrics
 from lockstep_recipes.adapters import transformers_arguments, units
@@ -115,13 +116,14 @@ class TransformersTask(Foreign):
     def _pristine(self) -> Any:
         """A model that is never trained."""
         if self.made_model is not None:
-            return self.made_model
+            return inside_compiled(self.made_model)
         assert self.model_init is not None
         with torch.device("cpu"), restored_generators(_CPU):
-            return self.model_init()
+            return inside_compiled(self.model_init())
 
     def model(self) -> nn.Module:
-        made = self.model_init() if self.model_init is not None else copy.deepcopy(self._pristine)
+        made = self.model_init() if self.model_init is not None else copy.deepcopy(self.made_model)
+        made = without_wrappers(made, "adapters.transformers(model)")
         self._made.add(made)
         self._unit  # noqa: B018 - found before workers and a meta device are there
         return made
