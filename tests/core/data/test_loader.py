@@ -15,12 +15,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lockstep import LockstepError, Trainer
 from lockstep.core import plugins
 from lockstep.core.build import Run
-from lockstep.core.data import worker_deaths
+from lockstep.core.data import worker_deaths, workers
 from lockstep.core.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.errors import DataError, TrainingError
@@ -327,8 +326,8 @@ class Numbered(torch.utils.data.Dataset):
 
 @pytest.fixture
 def _soon(monkeypatch):
-    """torch's DataLoader looks for dead workers every 5 seconds while it waits for a batch."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    """A rank looks for dead workers every 5 seconds while it waits for a batch."""
+    monkeypatch.setattr(workers, "LOOK_S", 0.1)
 
 
 @pytest.mark.usefixtures("_soon")
