@@ -182,6 +182,15 @@ def test_faults_of_code_are_not_blamed_on_the_data(error, is_of_data, preparing,
         assert "raise self.error" in text
 
 
+def test_a_gpu_in_a_forked_worker_is_no_damaged_sample():
+    text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn'"
+    task = Faulty(RuntimeError(text), False)
+    micro_batches = MicroBatches(task.train_data(), task, 0, training=True, on_error="skip")
+    with pytest.raises(TrainingError, match=r"Rows\.__getitem__ uses a GPU in a loader worker") as caught:
+        micro_batches[MicroBatchPlan((4, 5, 6), 0, False)]
+    assert "data.start_method=spawn" in caught.value.remedy
+
+
 class FaultyCollate(Faulty):
     def collate(self, samples):
         raise self.error

@@ -94,7 +94,7 @@ def _read_all(data: Dataset[Any], indices: Sequence[int], count: int, start_meth
     def make() -> DataLoader[Any]:
         return workers.data_loader(data, indices, count, stays=False, start_method=start_method)
 
-    return worker_deaths.read_all(make, f"samples {list(indices)}")
+    return worker_deaths.read_all(make, f"samples {list(dict.fromkeys(indices))}")
 
 
 class _Samples(Dataset[Any]):

@@ -114,9 +114,10 @@ def _dumped(value: Any, held: set[StorageWeakRef]) -> bytes:
 
 
 class _Pickler(ForkingPickler):
-    """Copies large tensors into shared memory, instead of moving their memory there: others may see it, or fill it again.
+    """Copies tensors into shared memory, instead of moving their memory there: others may see it, or fill it again.
 
     Both take the same time. What is new in shared memory already, as from torch's `default_collate`, is not copied.
+    Small tensors are pickled with their numbers.
     """
 
     def __init__(self, file: io.BytesIO, held: set[StorageWeakRef]) -> None:

@@ -27,8 +27,10 @@ REMEDY = (
 
 
 def is_forked() -> bool:
-    """True if this process of `multiprocessing` was forked from the one that it works for."""
-    return type(multiprocessing.current_process()).__name__ == "ForkProcess"
+    """True if `multiprocessing` has forked this process from the one that it works for."""
+    own = multiprocessing.current_process()
+    method = getattr(own, "_start_method", None) or multiprocessing.get_start_method()  # a Process of the default kind
+    return multiprocessing.parent_process() is not None and method == "fork"
 
 
 def reopen_files() -> list[str]:
@@ -58,7 +60,7 @@ def reopen_files() -> list[str]:
         except OSError:  # the list itself was a file, which is closed now
             continue
         try:
-            own = os.open(f"{_FOLDER}/{number}", flags & ~os.O_NONBLOCK)
+            own = os.open(f"{_FOLDER}/{number}", flags & (os.O_ACCMODE | os.O_DIRECT))
         except OSError as error:
             failed.append(f"{os.readlink(f'{_FOLDER}/{number}')}: {error.strerror}")
             continue
@@ -95,17 +97,24 @@ class Connections:
 
 def warnings(data: Any) -> list[str]:
     """Warnings about what `data` hold if workers are forked, and whose use by workers leaves no trace."""
-    shared = [
-        f"{path} (a process with pipes)"
-        for path, value in reachable.held_by(data, type(data).__name__)
-        if isinstance(value, subprocess.Popen) and (value.stdout or value.stdin) and value.returncode is None
-    ]
+    held = list(reachable.held_by(data, type(data).__name__))
+    shared = [f"{path} (a process with pipes)" for path, value in held if _has_pipes(value)]
+    shared += [f"{path} (an environment of LMDB)" for path, value in held if _is_lmdb(value)]
     shared += [f"{path} (a connection)" for path, number in _sockets(data) if _traffic(number) is None]
     return [
-        f"warning: loader workers are forked, and share {name} with each other. If they use it, samples are mixed up\n"
+        f"warning: loader workers are forked and share {name}. If they use it, reading fails or mixes samples up\n"
         f"  remedy: {REMEDY}"
         for name in shared
     ]
+
+
+def _has_pipes(value: Any) -> bool:
+    return isinstance(value, subprocess.Popen) and bool(value.stdout or value.stdin) and value.returncode is None
+
+
+def _is_lmdb(value: Any) -> bool:
+    library = sys.modules.get("lmdb")
+    return library is not None and isinstance(value, library.Environment)
 
 
 def _sockets(data: Any) -> Iterator[tuple[str, int]]:

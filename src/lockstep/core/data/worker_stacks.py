@@ -69,7 +69,7 @@ def _short(text: str) -> str:
         head, *frames = thread.splitlines()
         if any(place in frame for frame in frames for place in _IDLE):
             continue
-        own = next((at for at, frame in enumerate(frames) if "utils/data/_utils/worker.py" in frame), len(frames))
+        own = next((at for at, frame in enumerate(frames) if "utils/data/_utils/" in frame), len(frames))
         shown += [f"    {head}", *(f"    {frame}" for frame in frames[:own][:_FRAMES])]
     return "\n".join(shown)
 

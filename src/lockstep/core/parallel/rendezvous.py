@@ -107,16 +107,16 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _why(rank: int, size: int) -> str:
     """Why a rank waits for others. Nobody may have started them, if variables of an earlier launch are left."""
-    text = f", because WORLD_SIZE={size} in the environment"
+    text = f", because WORLD_SIZE={size} is in the environment"
     if not any(name in os.environ for name in (launched.LAUNCHED, "TORCHELASTIC_RUN_ID")):
-        text += f" and this process is rank {rank}. If you want one process, and the variables are left over: {_UNSET}"
+        text += f". If you want one process, and the variables are left over: {_UNSET}"
     return text
 
 
 @contextlib.contextmanager
 def _said(text: str) -> Iterator[None]:
     """Print `text` if the block takes long. A thread does it, because the main thread waits inside the store."""
-    timer = threading.Timer(TELL_S, launched.tell, (f"[lockstep] {text}",))
+    timer = threading.Timer(TELL_S, launched.tell, (text,))
     timer.daemon = True
     timer.start()
     try:
@@ -155,7 +155,7 @@ class _Patience:
         waited_s = time.monotonic() - self.began
         if waited_s > TELL_S and not self.is_said:
             self.is_said = True
-            launched.tell(f"[lockstep] rank {self.rank} waits for {missing}{_why(self.rank, self.size)}")
+            launched.tell(f"rank {self.rank} waits for {missing}{_why(self.rank, self.size)}")
         if waited_s > self.timeout_s:
             raise RankError(f"{missing} did not join within {self.timeout_s:g} s", remedy=_REMEDY)
         time.sleep(self.nap_s)
