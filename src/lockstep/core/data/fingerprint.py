@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -92,7 +93,9 @@ UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
 
 def _read_all(data: Dataset[Any], indices: Sequence[int], count: int, start_method: str | None) -> list[Any]:
     def make() -> DataLoader[Any]:
-        return workers.data_loader(data, indices, count, stays=False, start_method=start_method)
+        with warnings.catch_warnings():  # two workers for a moment, even on one core
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            return workers.data_loader(data, indices, count, stays=False, start_method=start_method)
 
     return worker_deaths.read_all(make, f"samples {list(dict.fromkeys(indices))}")
 

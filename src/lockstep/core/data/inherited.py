@@ -12,7 +12,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lockstep.core.data import reachable
@@ -75,7 +75,11 @@ class Connections:
 
     def __init__(self, data: Any) -> None:
         self.data = data
-        self.found = dict(_sockets(data)) if sys.platform == "linux" and is_forked() else {}
+        self.found = (
+            dict(_sockets(reachable.held_by(data, type(data).__name__)))
+            if sys.platform == "linux" and is_forked()
+            else {}
+        )
         self.before = {path: _traffic(number) for path, number in self.found.items()}
 
     def check(self) -> None:
@@ -100,7 +104,7 @@ def warnings(data: Any) -> list[str]:
     held = list(reachable.held_by(data, type(data).__name__))
     shared = [f"{path} (a process with pipes)" for path, value in held if _has_pipes(value)]
     shared += [f"{path} (an environment of LMDB)" for path, value in held if _is_lmdb(value)]
-    shared += [f"{path} (a connection)" for path, number in _sockets(data) if _traffic(number) is None]
+    shared += [f"{path} (a connection)" for path, number in _sockets(held) if _traffic(number) is None]
     return [
         f"warning: loader workers are forked and share {name}. If they use it, reading fails or mixes samples up\n"
         f"  remedy: {REMEDY}"
@@ -117,9 +121,9 @@ def _is_lmdb(value: Any) -> bool:
     return library is not None and isinstance(value, library.Environment)
 
 
-def _sockets(data: Any) -> Iterator[tuple[str, int]]:
+def _sockets(held: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int]]:
     """The paths of objects that are connected to a server by an address, and their files."""
-    for path, value in reachable.held_by(data, type(data).__name__):
+    for path, value in held:
         if callable(getattr(type(value), "fileno", None)):
             try:
                 number = value.fileno()

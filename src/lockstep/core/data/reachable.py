@@ -7,7 +7,7 @@ import io
 import itertools
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -41,11 +41,8 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes or the first items of an object, with their places, such as `.file` or `[0]`."""
     if isinstance(value, _PLAIN + _ARRAYS):
         return
-    if isinstance(value, Mapping):
-        try:
-            yield from ((f"[{key!r}]", item) for key, item in itertools.islice(value.items(), _WIDEST))
-        except Exception:  # a mapping of a file, such as a group of HDF5, may be closed
-            return
+    if isinstance(value, dict):  # another mapping may open a file when it is asked
+        yield from ((f"[{key!r}]", item) for key, item in itertools.islice(dict.items(value), _WIDEST))
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from ((f"[{place}]", item) for place, item in enumerate(itertools.islice(value, _WIDEST)))
     elif isinstance(value, MethodType):

@@ -63,6 +63,7 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error")  # an error says more
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # it was said when the loader was made
             batches = iter(loader)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         if not loader.num_workers or workers.are_forked(loader):
