@@ -16,6 +16,7 @@ from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.errors import DataError
 from tests import own_tasks
+from tests.processes import HANG_S
 
 CPU = torch.device("cpu")
 PLANS = [MicroBatchPlan((number,), 0, False) for number in range(6)]
@@ -39,7 +40,7 @@ class Opened(torch.utils.data.Dataset):
     def __getitem__(self, index):
         file = self.inner["file"]
         os.lseek(file, index, os.SEEK_SET) if isinstance(file, int) else file.seek(index)
-        self.both.wait(60)
+        self.both.wait(HANG_S)
         return torch.tensor(ord(os.read(file, 1) if isinstance(file, int) else file.read(1)))
 
 

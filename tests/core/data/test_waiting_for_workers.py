@@ -15,7 +15,7 @@ from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.errors import UsageError
 from tests import own_tasks
 
-CPU = torch.device("cpu")
+CPU, SHORT_S = torch.device("cpu"), 0.05
 linux = pytest.mark.skipif(sys.platform != "linux", reason="stacks are read on Linux alone")
 
 
@@ -37,7 +37,7 @@ class Locked(torch.utils.data.Dataset):
         return 2
 
     def __getitem__(self, index):
-        while not self.lock.acquire(timeout=0.05):
+        while not self.lock.acquire(timeout=SHORT_S):
             if self.released.exists():
                 return torch.tensor(index)
         raise AssertionError("the lock was free")
