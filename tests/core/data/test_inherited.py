@@ -144,7 +144,7 @@ def server():
                 return
             threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
-    with socket.createserver(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=accept, daemon=True).start()
         yield listening.getsockname()
         listening.shutdown(socket.SHUT_RDWR)
