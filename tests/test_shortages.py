@@ -3,15 +3,19 @@
 import errno
 import gc
 import math
+import multiprocessing
 import os
 import resource
 import signal
 import tempfile
 
 import pytest
+import torch
 
 from lockstep.core import shortages
 from lockstep.core.data import worker_deaths
+from lockstep.core.data.loader import Loader, MicroBatches
+from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.errors import DataError, Preempted
 from lockstep.core.parallel import launched
 from lockstep.core.parallel.world import join_world
@@ -207,3 +211,32 @@ def test_reports_and_requests_to_stop_use_the_room_that_was_kept(tmp_path, monke
         launched.report_failure(Preempted("stopped, saved"), "stopped, saved")  # and the rank keeps its exit code
         assert not (folder / "error-1.json").exists()
         assert "stopped, saved\n(this could not be reported to the launcher" in capfd.readouterr().err
+
+
+def test_sockets_are_made_in_a_short_folder_if_that_of_temporary_files_is_long(tmp_path, monkeypatch):
+    settings = multiprocessing.current_process()._config
+    monkeypatch.setitem(settings, "tempdir", None)
+    monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'a' * 50}")
+    shortages.allow_short_sockets()
+    assert settings["tempdir"] is None
+    long = tmp_path / ("a" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    shortages.allow_short_sockets()
+    made = settings["tempdir"]
+    assert len(made) < 40
+    data = [torch.zeros(1 << 14)] * 2  # too large for the pipe: the worker hands it over by a socket
+    loader = Loader(MicroBatches(data, Plain(), 0, training=True), 1, torch.device("cpu"))
+    (batch,) = loader.run(lambda: [MicroBatchPlan((0, 1), 0, False)])
+    assert batch.collated.shape == (2, 1 << 14)
+    assert not list(long.iterdir())
+
+
+def test_few_open_files_are_room_for_few_tensors(monkeypatch):
+    opened = len(os.listdir("/dev/fd"))
+    Limits(monkeypatch, opened + 64 + 100, 1 << 20)
+    assert 95 <= shortages.free_files() <= 100
+    Limits(monkeypatch, 16, 16)
+    assert shortages.free_files() == 0
+    Limits(monkeypatch, resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert shortages.free_files() > 16_000

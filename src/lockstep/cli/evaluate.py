@@ -15,6 +15,7 @@ EVALUATION_KEYS = (
     "data.eval_limit",
     "data.workers",
     "data.prefetch",
+    "data.start_method",
     "data.on_error",
     "batch.micro",
     "device",

@@ -168,7 +168,8 @@ def prepare_run(
     order = order_of(config, data)
     plan = step_plan(config, data, world, micro_batch, order)
     stop = _last_step(config, plan)
-    fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=config.data.workers > 0)
+    in_worker, start_method = config.data.workers > 0, config.data.start_method
+    fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=in_worker, start_method=start_method)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, is_bypassed=by_loop)
     beginning = beginning if beginning is not None and checkpoint is None else Beginning()

@@ -113,8 +113,14 @@ def grouping(plan: StepPlan) -> list[str]:
 def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
     """The loader of this rank's micro-batches of `data`."""
     micro_batches = MicroBatches(data, task, config.seed, training=training, on_error=config.data.on_error)
-    count, ahead = config.data.workers, config.data.prefetch
-    return Loader(micro_batches, count, world.device, channels_last=config.compute.channels_last, ahead=ahead)
+    return Loader(
+        micro_batches,
+        config.data.workers,
+        world.device,
+        channels_last=config.compute.channels_last,
+        ahead=config.data.prefetch,
+        start_method=config.data.start_method,
+    )
 
 
 def evaluation_data(
@@ -188,12 +194,13 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
 
 
 def agreed_fingerprint(
-    data: Dataset[Any], world: World, order: Order | None = None, *, in_worker: bool
+    data: Dataset[Any], world: World, order: Order | None = None, *, in_worker: bool, start_method: str | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """The fingerprint of the training data, and warnings about them. Each rank reads a few samples from its data.
 
     Args:
         order: see `step_plan`. Its digest belongs to the fingerprint.
+        in_worker, start_method: see `fingerprint.digests`.
 
     Raises:
         UsageError: the nodes or the ranks have different data, or draw them in different orders.
@@ -202,7 +209,7 @@ def agreed_fingerprint(
     is_first = world.size == 1 or world.rank in world.nodes.first_ranks
     # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
     with contextlib.nullcontext() if is_first else restored_generators(world.device):
-        digests = fingerprint.digests(data, indices, in_worker)
+        digests = fingerprint.digests(data, indices, in_worker, start_method)
     own = fingerprint.of_digests(len(data), digests) | member_of(data, "content_digests", {})  # type: ignore[arg-type]
     own |= {} if order is None else {"order": order.digest}
     if world.size == 1:
@@ -212,7 +219,7 @@ def agreed_fingerprint(
 
     def read(index: int) -> Any:
         with restored_generators(world.device):
-            return fingerprint.sample(data, index, in_worker)
+            return fingerprint.sample(data, index, in_worker, start_method)
 
     readable = ["" if digest == fingerprint.UNREADABLE else digest for digest in digests]
     remarks = same_samples.check(readable, indices, read, what="training", where="Task.train_data", world=world)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import resource
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import util
 from pathlib import Path
 
 from lockstep.core import this_process
 from lockstep.core.errors import LockstepError, number_of
 
 _OTHER_FILES, _MANY_FILES = 128, 1 << 14  # of a rank besides its connections; a limit that seldom hinders
+_LONGEST_FOLDER = 70  # of TMPDIR; Python appends 32 characters
 _SHARED = Path("/dev/shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # torch and gloo raise their own kinds of errors, which quote the system. torch gives its shared memory this name.
@@ -76,6 +79,29 @@ def allow_open_files(ranks: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < needed:
         raise of_open_files(f"{number_of(ranks, 'rank', 'needs', 'need')} about {needed} open files", needed)
+
+
+def free_files() -> int:
+    """How many more files this process may open, without a reserve."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    opened = len(os.listdir("/dev/fd"))
+    return max(0, min(limit if limit >= 0 else _MANY_FILES, _MANY_FILES) - opened - _OTHER_FILES // 2)
+
+
+def allow_short_sockets() -> None:
+    """Let Python make its sockets in a folder with a short path: the system takes 107 characters.
+
+    Loader workers hand over tensors through such sockets.
+    """
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if settings.get("tempdir") is not None or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
+        return
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        with contextlib.suppress(OSError):
+            settings["tempdir"] = made = tempfile.mkdtemp(prefix="pymp-", dir=folder)
+            # As Python does with its own: at the end of this process, and not of those that it forks.
+            util.Finalize(None, shutil.rmtree, args=(made, True), exitpriority=-100)
+            return
 
 
 def of_open_files(what: str = "too many open files", needed: int = 4096) -> ShortageError:

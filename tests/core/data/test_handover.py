@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lockstep import LockstepError
-from lockstep.core.data import fingerprint
+from lockstep.core import shortages
+from lockstep.core.data import fingerprint, handover
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
 from tests import own_tasks
@@ -62,12 +63,45 @@ MAKES = {
 }
 
 
-def test_a_worker_hands_over_what_it_made():
+@pytest.mark.parametrize("small", [0, 1 << 14])  # in shared memory, and through the pipe
+def test_a_worker_hands_over_what_it_made(small, monkeypatch):
+    monkeypatch.setattr(handover, "_SMALL", small)
     for name, make in MAKES.items():
         for one, other in zip(batches(make, workers=0), batches(make, workers=1), strict=True):
             assert one.keys() == other.keys()
             for key in one:
                 assert np.array_equal(one[key], other[key]), f"{name}: {key}"
+
+
+def test_tensors_are_the_same_through_the_pipe_and_through_shared_memory(monkeypatch):
+    base = torch.arange(24.0).view(2, 3, 4)
+    sent = {
+        "transposed": base.transpose(0, 2),
+        "a part": base[:, 1:, ::2],
+        "channels last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "empty": torch.empty(0, 3),
+        "a number": torch.tensor(7),
+        "bf16": torch.rand(3).bfloat16(),
+        "complex": torch.rand(3, dtype=torch.complex64),
+        "bool": torch.tensor([True, False]),
+        "with a gradient": torch.rand(3, requires_grad=True),
+    }
+    for room in (1 << 30, 2, 0):
+        monkeypatch.setattr(handover, "_SMALL", 0)
+        monkeypatch.setattr(shortages, "free_files", lambda room=room: room * 8)
+        loader = Loader(MicroBatches(range(4), Collates(lambda *_: sent), 0, training=True), 1, CPU)
+        task = loader.micro_batches.task
+        task.collate = lambda samples: sent
+        (found,) = loader.run(lambda: PLANS[:1])
+        for name, tensor in sent.items():
+            other = found.collated[name]
+            assert torch.equal(other, tensor), name
+            assert other.dtype == tensor.dtype
+            assert other.requires_grad == tensor.requires_grad
+            assert other.stride() == torch.empty_like(tensor).stride()
+            other.detach().zero_()  # it can be written
+        in_shared = sum(tensor.is_shared() for tensor in found.collated.values())
+        assert in_shared == min(room, len(sent) - 1)  # nothing is in the empty tensor
 
 
 class Breaks:

@@ -15,12 +15,11 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lockstep import LockstepError, Trainer
 from lockstep.core import plugins
 from lockstep.core.build import Run
-from lockstep.core.data import worker_deaths
+from lockstep.core.data import worker_deaths, workers
 from lockstep.core.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.errors import DataError, TrainingError
@@ -183,6 +182,15 @@ def test_faults_of_code_are_not_blamed_on_the_data(error, is_of_data, preparing,
         assert "raise self.error" in text
 
 
+def test_a_gpu_in_a_forked_worker_is_no_damaged_sample():
+    text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn'"
+    task = Faulty(RuntimeError(text), False)
+    micro_batches = MicroBatches(task.train_data(), task, 0, training=True, on_error="skip")
+    with pytest.raises(TrainingError, match=r"Rows\.__getitem__ uses a GPU in a loader worker") as caught:
+        micro_batches[MicroBatchPlan((4, 5, 6), 0, False)]
+    assert "data.start_method=spawn" in caught.value.remedy
+
+
 class FaultyCollate(Faulty):
     def collate(self, samples):
         raise self.error
@@ -327,8 +335,8 @@ class Numbered(torch.utils.data.Dataset):
 
 @pytest.fixture
 def _soon(monkeypatch):
-    """torch's DataLoader looks for dead workers every 5 seconds while it waits for a batch."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    """A rank looks for dead workers every 5 seconds while it waits for a batch."""
+    monkeypatch.setattr(workers, "LOOK_S", 0.1)
 
 
 @pytest.mark.usefixtures("_soon")

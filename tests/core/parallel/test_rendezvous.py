@@ -183,3 +183,46 @@ def test_a_killed_worker_comes_back_under_the_users_own_torchrun_on_two_nodes(tm
         for agent in agents:
             os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
+
+
+def test_a_rank_that_waits_says_for_whom_and_why(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.05)
+    for name in ("LOCKSTEP_LAUNCHED", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(RankError, match=r"ranks 1, 2, 3 did not join within 0\.3 s"):
+        rendezvous._store_of_rank_0("127.0.0.1", port, 0, 4, 0.3)
+    said = capfd.readouterr().err
+    assert "rank 0 waits for ranks 1, 2, 3, because WORLD_SIZE=4 is in the environment" in said
+    assert "unset RANK WORLD_SIZE LOCAL_RANK" in said
+    assert said.count("waits for") == 1
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # of torchrun: no variable is left over
+    assert isinstance(meet(dist.HashStore(), [0], 2, timeout_s=0.3)[0], RankError)
+    said = capfd.readouterr().err
+    assert "rank 0 waits for rank 1, because WORLD_SIZE=2 is in the environment\n" in said
+
+
+def test_ranks_that_torchrun_has_not_started_meet_in_the_store_of_rank_0():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(3) as threads:
+        stores = list(
+            threads.map(lambda rank: rendezvous._store_of_rank_0("127.0.0.1", port, rank, 3, HANG_S), range(3))
+        )
+    stores[1].set("key", "value")
+    assert [store.get("key") for store in stores] == [b"value"] * 3
+
+
+def test_a_rank_that_waits_inside_the_store_says_so_as_well(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "TELL_S", 0.01)
+    with rendezvous._said("rank 1 waits for rank 0"):
+        wait_for(lambda: "rank 1 waits for rank 0" in capfd.readouterr().err)
+
+
+def test_variables_without_a_place_to_meet_say_how_to_unset_them(monkeypatch):
+    expected = "RANK=0 and WORLD_SIZE=4 ask for 4 ranks, but MASTER_ADDR or MASTER_PORT is not set"
+    with pytest.raises(UsageError, match=expected) as caught:
+        rendezvous._make_store(None, None, None, 0, 4, 1.0)
+    assert "unset RANK WORLD_SIZE" in caught.value.remedy

@@ -40,6 +40,7 @@ data.eval: validation_file
 data.eval_limit: limit_val_batches max_eval_samples
 data.workers: dataloader_num_workers n_workers num_worker num_workers
 data.prefetch: dataloader_prefetch_factor prefetch_factor
+data.start_method: multiprocessing_context
 data.drop_last: dataloader_drop_last
 task.model: model model_id model_name model_name_or_path pretrained_model_name_or_path
 task.label_smoothing: label_smoothing label_smoothing_factor

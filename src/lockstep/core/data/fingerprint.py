@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,23 +13,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data import inherited, worker_deaths, workers
 from lockstep.core.data.dataset import forward
+from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.handover import Failure, packed
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import DataError, LockstepError
 
 
-def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
-    """The length as `samples`, and a `digest` (hexadecimal SHA-256) of the first, the middle and the last raw sample.
-
-    Args:
-        in_worker: read the samples in a separate process. Loader workers must not inherit files that a data set
-            opens with its first sample (HDF5, LMDB).
-
-    Raises:
-        DataError: this process was killed again and again.
-    """
-    return of_digests(len(data), digests(data, looked_at(data), in_worker))
+def fingerprint(data: Any) -> dict[str, Any]:
+    """The length as `samples`, and a `digest` (SHA-256, hexadecimal) of the first, the middle and the last sample."""
+    return of_digests(len(data), digests(data, looked_at(data)))
 
 
 def looked_at(data: Any) -> list[int]:
@@ -44,14 +38,43 @@ def of_digests(length: int, digests: Sequence[str]) -> dict[str, Any]:
     return {"samples": length, "digest": hashlib.sha256("".join([str(length), *digests]).encode()).hexdigest()}
 
 
-def digests(data: Any, indices: Sequence[int], in_worker: bool = False) -> list[str]:
-    """Digests of raw samples, each read under its own seed; see `fingerprint`."""
-    return _read_all(_Digests(data), indices, in_worker)
+def digests(data: Any, indices: Sequence[int], in_worker: bool = False, start_method: str | None = None) -> list[str]:
+    """Digests of raw samples, each read under its own seed.
+
+    Args:
+        in_worker: read the samples in other processes. Loader workers must not inherit files that a data set opens with
+            its first sample (HDF5, LMDB). Two workers read the same samples at the same time.
+        start_method: of these processes; see `DataConfig`.
+
+    Raises:
+        DataError: the workers read different samples, or were killed again and again.
+    """
+    if not in_worker or forward(data) is not None:
+        return _read_all(_Digests(data), indices, int(in_worker), start_method)
+    pairs = _read_all(_Digests(data), _twice(indices), 2, start_method)
+    found, others = pairs[::2], pairs[1::2]
+    if differing := [index for index, one, other in zip(indices, found, others, strict=True) if one != other]:
+        alone = _read_all(_Digests(data), _twice(differing), 1, start_method)
+        again = zip(differing, alone[::2], alone[1::2], strict=True)
+        repeated = [index for index, one, other in again if one == other]
+        if repeated:  # a sample that one worker reads differently each time is random
+            raise DataError(
+                f"sample {repeated[0]} is different in two loader workers that read it at the same time, and in one "
+                "worker it is always the same. The workers share something that reading changes (a connection, a "
+                "temporary file, shared memory), or the sample depends on the worker",
+                where=f"{type(data).__name__}.__getitem__",
+                remedy=inherited.REMEDY,
+            )
+    return found
 
 
-def sample(data: Any, index: int, in_worker: bool = False) -> Any:
+def _twice(indices: Sequence[int]) -> list[int]:
+    return [index for index in indices for _ in range(2)]
+
+
+def sample(data: Any, index: int, in_worker: bool = False, start_method: str | None = None) -> Any:
     """A raw sample, read under the seed with which its digest is made."""
-    (found,) = _read_all(_Handed(data), [index], in_worker)
+    (found,) = _read_all(_Handed(data), [index], int(in_worker), start_method)
     if isinstance(found, Failure):
         raise found.error
     return found
@@ -68,16 +91,18 @@ UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
 """Replaces the digest of a sample that cannot be read."""
 
 
-def _read_all(data: Dataset[Any], indices: Sequence[int], in_worker: bool) -> list[Any]:
+def _read_all(data: Dataset[Any], indices: Sequence[int], count: int, start_method: str | None) -> list[Any]:
     def make() -> DataLoader[Any]:
-        options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
-        return DataLoader(data, batch_size=None, sampler=indices, collate_fn=workers.as_it_is, **options)
+        with warnings.catch_warnings():  # two workers for a moment, even on one core
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            return workers.data_loader(data, indices, count, stays=False, start_method=start_method)
 
-    return worker_deaths.read_all(make, f"samples {list(indices)}")
+    return worker_deaths.read_all(make, f"samples {list(dict.fromkeys(indices))}")
 
 
 class _Samples(Dataset[Any]):
     def __init__(self, data: Any) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.data = data
 
     def __getitem__(self, index: int) -> Any:

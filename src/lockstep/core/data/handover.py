@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -27,6 +27,10 @@ _REMEDY = (
     "put tensors, arrays, numbers and texts there, or objects that pickle can copy. With data.workers=0 nothing is "
     "handed over"
 )
+_SMALL = 1 << 14  # bytes of a tensor that are copied in less time than it takes to send the file of its memory
+room = 1 << 30
+"""How many tensors of a batch go through shared memory, where each is an open file of the rank until the batch is gone.
+The others go through the worker's pipe, as small tensors do. Set in a worker by `workers`."""
 _handed: set[StorageWeakRef] = set()
 """The memory of the tensors that this worker has handed over, while somebody in it still holds that memory."""
 
@@ -113,22 +117,40 @@ class _Pickler(ForkingPickler):
     """Copies tensors into shared memory, instead of moving their memory there: others may see it, or fill it again.
 
     Both take the same time. What is new in shared memory already, as from torch's `default_collate`, is not copied.
+    Small tensors are pickled with their numbers.
     """
 
     def __init__(self, file: io.BytesIO, held: set[StorageWeakRef]) -> None:
         super().__init__(file)
-        self.held = held
+        self.held, self.shared = held, 0
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or not is_plain(value) or value.device.type != "cpu":
             return NotImplemented
+        can_be_copied = value.is_leaf or not value.requires_grad  # else torch's reducer raises
+        if can_be_copied and (value.nbytes <= _SMALL or self.shared >= room):
+            return _reduced_to_bytes(value)
+        self.shared += 1
         is_shared = value.is_shared()  # type: ignore[no-untyped-call]
         is_new = is_shared and _memory(value) not in self.held
-        if not is_new and (value.is_leaf or not value.requires_grad):  # else torch's reducer raises
+        if not is_new and can_be_copied:
             shared: Tensor = torch.empty_like(value, requires_grad=False).share_memory_()  # type: ignore[no-untyped-call]
             value = shared.copy_(value.detach()).requires_grad_(value.requires_grad)
         _handed.add(_memory(value))
         return self.dispatch_table[Tensor](value)
+
+
+def _reduced_to_bytes(value: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    dense = torch.empty_like(value, requires_grad=False).copy_(value.detach())  # it may be a part of a larger tensor
+    content = bytearray(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data)
+    return _from_bytes, (content, value.dtype, dense.size(), dense.stride(), value.requires_grad)
+
+
+def _from_bytes(
+    content: bytearray, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], requires_grad: bool
+) -> Tensor:
+    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.as_strided(size, stride).requires_grad_(requires_grad)
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

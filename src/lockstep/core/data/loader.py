@@ -23,6 +23,7 @@ from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, deri
 from lockstep.core.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.core.data.tensors import pinned
+from lockstep.core.data.worker_memory import Growth
 from lockstep.core.data.workers import Plans
 from lockstep.core.defaults import is_default
 from lockstep.core.errors import DataError, TrainingError, exit_of_task
@@ -249,6 +250,7 @@ class Loader:
         device: device of the batches.
         channels_last: give tensors of four dimensions (images) that memory format.
         ahead: micro-batches that each worker prepares ahead.
+        start_method: how workers start; see `DataConfig`.
     """
 
     def __init__(
@@ -259,8 +261,10 @@ class Loader:
         *,
         channels_last: bool = False,
         ahead: int = 2,
+        start_method: str | None = None,
     ) -> None:
         self.micro_batches, self.workers, self.ahead, self.device = micro_batches, count, ahead, device
+        self.start_method, self.warned = start_method, False
         self.order = workers.PlanSampler()
         self.copies = DeviceCopies(device, channels_last=channels_last)
         self.tell: Callable[[str], None] = workers.print_warning
@@ -268,9 +272,15 @@ class Loader:
         self.batches = self._new_batches()
 
     def _new_batches(self) -> DataLoader[Any]:
-        pins = self.copies.stream is not None
-        reads, stays = workers.CatchErrors(self.micro_batches), self.micro_batches.training
-        return workers.data_loader(reads, self.order, self.workers, pins=pins, ahead=self.ahead, stays=stays)
+        return workers.data_loader(
+            workers.CatchErrors(self.micro_batches),
+            self.order,
+            self.workers,
+            pins=self.copies.stream is not None,
+            ahead=self.ahead,
+            stays=self.micro_batches.training,
+            start_method=self.start_method,
+        )
 
     def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plans`, in order.
@@ -301,10 +311,18 @@ class Loader:
     def _by_workers(self, plans: Plans) -> Iterator[MicroBatch]:
         done = deaths = 0
         self.order.plans = plans
+        for text in workers.remarks(self.batches) if not self.warned else ():
+            self.tell(text)
+        self.warned = True
         batches, processes = worker_deaths.start(self.batches)
+        growth = Growth([process.pid or 0 for process in worker_deaths.newest(self.workers)])
+
+        def where() -> str:
+            return self._where(plans, done)
+
         while True:
             try:
-                micro_batch = next(batches)
+                micro_batch = worker_deaths.given(batches, processes, where, self.tell)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
@@ -313,7 +331,7 @@ class Loader:
                 deaths += 1
                 how = worker_deaths.describe(processes, error)
                 if deaths == worker_deaths.MOST_DEATHS:
-                    raise self._workers_lost(how, plans, done) from error
+                    raise worker_deaths.killed_again(how, self._where(plans, done)) from error
                 self.tell(f"warning: {how}: workers are started again, and continue with the same samples")
                 del batches  # ends the other workers
                 self.batches = self._new_batches()
@@ -323,12 +341,14 @@ class Loader:
             if isinstance(micro_batch, Failure):
                 raise micro_batch.error
             done, deaths = done + 1, 0
+            if note := growth.count():
+                self.tell(note)
             yield micro_batch
 
-    def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
+    def _where(self, plans: Plans, done: int) -> str:
         indices = next(iter(workers.after(plans, done))).indices
         listed = f"{list(indices[:8])}{' ...' if len(indices) > 8 else ''}"
-        return worker_deaths.killed_again(how, f"while samples {listed} and later ones were read")
+        return f"while samples {listed} and later ones were read"
 
     def read_apart(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
         """Read samples for people to look at. No random state of this process changes.
@@ -347,14 +367,17 @@ class Loader:
         """
 
         pairs_of = workers.SamplePairs(self.micro_batches)
-        make = functools.partial(workers.data_loader, pairs_of, keys, int(self.workers > 0), stays=False)
+        make = functools.partial(
+            workers.data_loader, pairs_of, keys, int(self.workers > 0), stays=False, start_method=self.start_method
+        )
         with restored_generators(self.device):
             pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
         return {key: pair for key, pair in pairs.items() if pair is not None and not isinstance(pair, Failure)}
 
     def batch_of(self, index: int) -> Any:
-        """A batch of sample `index` alone, read in this process."""
-        return self.copies.begin(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
+        """A batch of sample `index` alone."""
+        (micro_batch,) = self.run(lambda: [MicroBatchPlan((index,), 0, False)])
+        return self.copies.begin(micro_batch.collated).wait()
 
 
 @dataclass

@@ -47,6 +47,11 @@ class DataConfig(Section):
     prefetch: Annotated[PositiveInt, DOES_NOT_DETERMINE] = 2
     """Micro-batches that each worker prepares ahead. They wait in shared memory (/dev/shm): on a machine, ranks x
     workers x prefetch micro-batches, and as many again during an evaluation."""
+    start_method: Annotated[Literal["fork", "spawn", "forkserver"] | None, DOES_NOT_DETERMINE] = None
+    """How loader processes start. `fork` copies the rank at once, with the locks that its threads hold. `spawn` starts
+    new interpreters, which takes seconds, and sends them the data set by pickle. `forkserver` forks an interpreter
+    without threads, and sends the data set too. None: as Python does, which is `fork` on Linux; `spawn` if polars has
+    threads."""
     on_error: Literal["raise", "skip"] = "raise"
     """Reaction to a sample that cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False

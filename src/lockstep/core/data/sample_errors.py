@@ -16,6 +16,7 @@ from lockstep.core.errors import (
     short_traceback,
 )
 
+_AFTER_FORK = "in forked subprocess"  # from the message of torch for CUDA, and for other devices
 _OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and images are among them
 
 
@@ -37,6 +38,12 @@ def error_of_sample(index: int, error: Exception, *, where: str, method: str) ->
         return known
     text = f"{type(error).__name__}: {error}"
     frame = frame_of_task(error)
+    if _AFTER_FORK in text:
+        return TrainingError(
+            f"{method} uses a GPU in a loader worker, which is forked from the rank: {text}\n{short_traceback(error)}",
+            where=f"{frame.filename}:{frame.lineno}, in {frame.name}",
+            remedy="keep the samples in the memory of the host, or data.start_method=spawn, or data.workers=0",
+        )
     line = f"{frame.filename}:{frame.lineno}, in {frame.name}"
     if _is_of_data(error, method):
         return DataError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.core import this_process
+from lockstep.core import shortages, this_process
+from lockstep.core.data import handover, inherited, reachable, worker_stacks
 from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.handover import Failure, packed
 from lockstep.core.data.order import MicroBatchPlan
@@ -22,11 +25,20 @@ from lockstep.core.errors import LockstepError, exit_of_task
 
 Plans = Callable[[], Iterable[MicroBatchPlan]]
 _PR_SET_PDEATHSIG = 1
+LOOK_S = 5.0
+"""After this time without a batch, a rank looks whether its workers are alive."""
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 
 
 def data_loader(
-    data: Dataset[Any], order: Iterable[Any], count: int, *, pins: bool = False, ahead: int = 2, stays: bool = True
+    data: Dataset[Any],
+    order: Iterable[Any],
+    count: int,
+    *,
+    pins: bool = False,
+    ahead: int = 2,
+    stays: bool = True,
+    start_method: str | None = None,
 ) -> DataLoader[Any]:
     """A DataLoader that gives `data[key]` for each key of `order`, read by `count` workers; 0: by this process.
 
@@ -34,7 +46,11 @@ def data_loader(
         pins: call `pin_memory` of each object.
         ahead: objects that each worker prepares ahead.
         stays: the workers stay for the next iteration.
+        start_method: how workers start; see `DataConfig`.
     """
+    if count:
+        shortages.allow_short_sockets()
+    room = shortages.free_files() // (2 * max(1, count) * (ahead + 2))  # for training and evaluation
     return DataLoader(
         data,
         batch_size=None,
@@ -44,9 +60,32 @@ def data_loader(
         pin_memory=pins,
         prefetch_factor=ahead if count else None,
         persistent_workers=stays and count > 0,
-        worker_init_fn=_leave_signals_to_the_rank,
+        timeout=LOOK_S if count else 0,
+        multiprocessing_context=(start_method or start_method_for(data)) if count else None,
+        worker_init_fn=functools.partial(_begin, room),
         generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
     )
+
+
+def start_method_for(data: Any) -> str | None:
+    """How to start workers that read `data`. None: as Python does, which forks on Linux.
+
+    polars hangs in a process that was forked after it had started its threads.
+    """
+    has_threads = "polars" in sys.modules and any("polars" in name for name in worker_stacks.other_threads())
+    return "spawn" if has_threads and reachable.can_be_sent(data) else None
+
+
+def remarks(loader: DataLoader[Any]) -> list[str]:
+    """Warnings about what the workers of a loader will share."""
+    reads: Any = loader.dataset
+    return inherited.warnings(reads.micro_batches.data) if are_forked(loader) else []
+
+
+def are_forked(loader: DataLoader[Any]) -> bool:
+    """True if the workers of a loader are forked from this process."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    return bool(loader.num_workers) and context.get_start_method() == "fork"
 
 
 class PlanSampler(torch.utils.data.Sampler[MicroBatchPlan]):
@@ -81,9 +120,19 @@ class _InWorker(Dataset[Any]):
 class CatchErrors(_InWorker):
     """Returns errors of Lockstep instead of raising them."""
 
+    read = 0
+    connections: inherited.Connections | None = None
+
     def __getitem__(self, plan: MicroBatchPlan) -> Any:
         try:
-            return packed(self.micro_batches[plan], "batch", self.micro_batches.made_by)
+            if torch.utils.data.get_worker_info() is None:
+                return self.micro_batches[plan]
+            self.connections = self.connections or inherited.Connections(self.micro_batches.data)
+            self.read += 1
+            batch = self.micro_batches[plan]
+            if self.read.bit_count() == 1:  # after 1, 2, 4, ... micro-batches
+                self.connections.check()
+            return packed(batch, "batch", self.micro_batches.made_by)
         except LockstepError as error:
             return Failure(error)
         except SystemExit as error:
@@ -101,7 +150,16 @@ class SamplePairs(_InWorker):
             return None
 
 
-def _leave_signals_to_the_rank(_: int) -> None:
+def _begin(room: int, _: int) -> None:
+    """The first thing that a worker does."""
+    _leave_signals_to_the_rank()
+    worker_stacks.answer()
+    handover.room = room
+    for file in inherited.reopen_files():
+        print_warning(f"warning: loader workers share their place in {file}. If they read it, samples are mixed up")
+
+
+def _leave_signals_to_the_rank() -> None:
     """Make a loader worker ignore requests to stop. The rank follows them, and needs batches until all ranks agree.
 
     A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also come from the rank itself, a

@@ -344,6 +344,8 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | No
     patience = datetime.timedelta(seconds=timeout_s) if watch is None else datetime.timedelta(days=7)
     world = World(rank, size, local_rank, place, heartbeat.own(), timeout=patience)
     if size == 1:
+        with contextlib.suppress(shortages.ShortageError):  # what needs many files may not be used
+            shortages.allow_open_files(size)
         with _watched(world, None, watch), device_errors.explained(), shortages.explained():
             yield world
         return

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.core.data import worker_deaths
+from lockstep.core.data import worker_deaths, workers
 from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.loader import Loader, MicroBatches
@@ -49,14 +49,10 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
     micro_batches = loader.micro_batches
 
     def make() -> DataLoader[Any]:
-        return DataLoader(
-            _Reads(micro_batches, sorted({0, last_epoch})),
-            batch_size=None,
-            sampler=[tuple(indices[:_SAMPLES])],
-            num_workers=int(loader.workers > 0),
-            collate_fn=_identity,
-            generator=torch.Generator(),
-        )
+        reads = _Reads(micro_batches, sorted({0, last_epoch}))
+        count = int(loader.workers > 0)
+        keys = [tuple(indices[:_SAMPLES])]
+        return workers.data_loader(reads, keys, count, stays=False, start_method=loader.start_method)
 
     with restored_generators(loader.device):
         (found,) = worker_deaths.read_all(make, "samples to look at")
@@ -323,7 +319,3 @@ def _is_comparable(value: Any) -> bool:
         return all(_is_comparable(getattr(value, field.name)) for field in fields(value))
     known = isinstance(value, Tensor | np.ndarray | np.generic | str | bytes | int | float | complex | None)
     return known or (hasattr(value, "tobytes") and hasattr(value, "size"))
-
-
-def _identity(value: Any) -> Any:
-    return value
