@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,9 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data import private_generators, worker_deaths, workers
 from lockstep.core.data.dataset import forward
 from lockstep.core.data.handover import Failure, packed
+from lockstep.core.data.randomness import restored, seed_all
 from lockstep.core.errors import LockstepError
 
 
@@ -68,22 +68,22 @@ UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
 """Replaces the digest of a sample that cannot be read."""
 
 
-def _read_all(data: Dataset[Any], indices: Sequence[int], in_worker: bool) -> list[Any]:
+def _read_all(data: _Samples, indices: Sequence[int], in_worker: bool) -> list[Any]:
     def make() -> DataLoader[Any]:
         options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
         return DataLoader(data, batch_size=None, sampler=indices, collate_fn=workers.as_it_is, **options)
 
-    return worker_deaths.read_all(make, f"samples {list(indices)}")
+    with restored(one.generator for one in data.private if one.generator is not None):  # they may split the data later
+        return worker_deaths.read_all(make, f"samples {list(indices)}")
 
 
 class _Samples(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         self.data = data
+        self.private = [generator for generator in private_generators.find(data=data) if generator.is_on_host]
 
     def __getitem__(self, index: int) -> Any:
-        torch.default_generator.manual_seed(index)
-        random.seed(index)
-        np.random.seed(index % 2**32)
+        seed_all(index, self.private)
         return self.data[index]
 
 

@@ -21,7 +21,7 @@ from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import derive_seed
-from lockstep.core.data.randomness import restored_generators, seed_all
+from lockstep.core.data.randomness import restored_generators
 from lockstep.core.errors import UsageError
 
 _SAMPLES = 8
@@ -241,7 +241,7 @@ class _Reads(Dataset[Changed | None]):
 
     def _prepared(self, index: int, epoch: int, sample: Any) -> Any:
         one = self.micro_batches
-        seed_all(derive_seed(one.seed, epoch, index))
+        one.seeding.seed_all(derive_seed(one.seed, epoch, index))
         return one.task.prepare(sample, epoch, one.training)
 
     def _is_harmless(self, index: int, unused: Any) -> bool:
@@ -269,7 +269,7 @@ class _Reads(Dataset[Changed | None]):
         return digest_of(batch) if _is_comparable(batch) else None
 
     def _collated(self, index: int, epoch: int, prepared: list[Any]) -> Any:
-        seed_all(derive_seed(self.micro_batches.seed, epoch, index))
+        self.micro_batches.seeding.seed_all(derive_seed(self.micro_batches.seed, epoch, index))
         return self.micro_batches.task.collate(prepared)
 
     def _has_own(self, method: str) -> bool:
@@ -290,7 +290,7 @@ class _Reads(Dataset[Changed | None]):
 
     def _read(self, index: int) -> Any:
         one = self.micro_batches
-        seed_all(derive_seed(one.seed, 0, index))
+        one.seeding.seed_all(derive_seed(one.seed, 0, index))
         return one.data[index]
 
 
