@@ -104,9 +104,10 @@ OWN_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random
 
 
 def own_generators(owners: Iterable[object]) -> list[Any]:
-    """The generators that objects keep as attributes, each once."""
+    """The generators that objects keep as attributes, each once. Those of the system have no state."""
     values = (value for owner in owners for value in list(getattr(owner, "__dict__", {}).values()))
-    return list({id(value): value for value in values if isinstance(value, OWN_GENERATORS)}.values())
+    found = {id(value): value for value in values if isinstance(value, OWN_GENERATORS)}
+    return [value for value in found.values() if not isinstance(value, random.SystemRandom)]
 
 
 def state_of(generator: Any) -> Any:
