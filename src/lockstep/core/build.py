@@ -160,7 +160,7 @@ def prepare_run(
     order = order_of(config, data)
     plan = step_plan(config, data, world, micro_batch, order)
     stop = _last_step(config, plan)
-    fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=config.data.workers > 0)
+    fingerprint, warnings = agreed_fingerprint(task, data, world, order, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, is_bypassed=by_loop)
     beginning = beginning if beginning is not None and checkpoint is None else Beginning()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import UserList, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -15,7 +16,10 @@ from lockstep.core.data import private_generators, worker_deaths, workers
 from lockstep.core.data.dataset import forward
 from lockstep.core.data.handover import Failure, packed
 from lockstep.core.data.randomness import restored, seed_all
+from lockstep.core.data.tensors import moves_itself, values_of
 from lockstep.core.errors import LockstepError
+
+_DEPTH = 4
 
 
 def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
@@ -104,28 +108,38 @@ class _Digests(_Samples):
             return UNREADABLE
 
 
-def _add(digest: Any, value: Any) -> None:
-    """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr."""
+def _add(digest: Any, value: Any, depth: int = _DEPTH) -> None:
+    """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr.
+
+    Args:
+        depth: how many objects that move themselves to a device, such as graphs, are examined within one another.
+    """
     digest.update(f"|{type(value).__name__}:".encode())
     if isinstance(value, torch.Tensor):
-        value = value.to_dense() if value.layout != torch.strided else value
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if value.is_quantized or value.is_meta or value.is_nested:
+            digest.update(f"{value.dtype}{value.dim()}".encode())
+        digest.update(str(tuple(value.shape)).encode() if value.is_meta else b"")
+        for part in values_of(value):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ma.MaskedArray):
+            _add(digest, np.ma.getmaskarray(value))
+            value = value.filled()
         digest.update(f"{value.dtype}{value.shape}".encode())
         if value.dtype.hasobject:
             _add(digest, value.tolist())
         else:
             digest.update(value.tobytes())
-    elif isinstance(value, bytes):
-        digest.update(value)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        digest.update(bytes(value))
     elif isinstance(value, str | int | float | bool | None):
         digest.update(repr(value).encode())
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _add(digest, key)
             _add(digest, item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque | UserList):
         for item in value:
             _add(digest, item)
     elif is_dataclass(value) and not isinstance(value, type):
@@ -134,7 +148,14 @@ def _add(digest: Any, value: Any) -> None:
     elif hasattr(value, "tobytes") and hasattr(value, "size"):  # a PIL image
         digest.update(str(value.size).encode())
         digest.update(value.tobytes())
+        palette = getattr(value, "getpalette", None)
+        digest.update(bytes(palette() or ()) if callable(palette) else b"")
     elif isinstance(value, set | frozenset):
         digest.update(",".join(sorted(map(repr, value))).encode())
-    elif " at 0x" not in (text := repr(value)):  # a repr with an address would differ in the next process
-        digest.update(text.encode())
+    else:
+        if " at 0x" not in (text := repr(value)):  # a repr with an address would differ in the next process
+            digest.update(text.encode())
+        if moves_itself(value) and depth:  # it holds tensors, which its repr need not contain
+            for name, item in getattr(value, "__dict__", {}).items():
+                _add(digest, name)
+                _add(digest, item, depth - 1)

@@ -120,6 +120,8 @@ class _Pickler(ForkingPickler):
         self.held = held
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and value.is_quantized:  # torch's reducer loses the scale
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if type(value) is not Tensor or not is_plain(value) or value.device.type != "cpu":
             return NotImplemented
         is_shared = value.is_shared()  # type: ignore[no-untyped-call]
