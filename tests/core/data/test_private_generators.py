@@ -1,6 +1,7 @@
 """Generators that the user's code holds give the same samples on any worker, rank and restart, and are found."""
 
 import collections
+import copy
 import functools
 import pickle
 import random
@@ -89,7 +90,13 @@ def bound_method():
     return lambda value: value + method()
 
 
+def copied():
+    generator = np.random.default_rng()
+    return lambda value: value + copy.deepcopy(generator).random()  # as MONAI's CacheDataset
+
+
 TRANSFORMS = {
+    "copied": copied,
     "albumentations": lambda: Compose([Transform(), Transform(2.0)]),
     "monai": Randomizable,
     "monai, seeded": lambda: Randomizable().set_random_state(3),
@@ -301,3 +308,41 @@ def test_reading_a_few_samples_leaves_generators_that_may_split_the_data_later()
     before = data.transform.R.get_state()[1].tolist()
     fingerprint(data)
     assert data.transform.R.get_state()[1].tolist() == before
+
+
+# ---- the libraries themselves
+
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+        self.images = np.random.default_rng(0).integers(0, 255, (20, 16, 16, 3), dtype=np.uint8)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.as_tensor(np.asarray(self.transform(self.images[index]))).double().flatten(), torch.tensor(1.0)
+
+
+def of_albumentations():
+    A = pytest.importorskip("albumentations")
+    transform = A.Compose([A.HorizontalFlip(), A.OneOf([A.GaussNoise(p=1), A.RandomGamma(p=1)], p=0.9)])
+    return lambda image: transform(image=image)["image"]
+
+
+def of_monai():
+    M = pytest.importorskip("monai.transforms")
+    return M.Compose([M.EnsureChannelFirst(channel_dim=-1), M.RandFlip(0.5), M.RandGaussianNoise(0.9)])
+
+
+def one_of_monai():
+    M = pytest.importorskip("monai.transforms")
+    return M.RandGaussianNoise(0.9)
+
+
+@pytest.mark.parametrize("make", [of_albumentations, of_monai, one_of_monai])
+def test_samples_of_real_libraries_depend_on_their_index_and_nothing_else(make):
+    first = read(Images(make()), Task("monai", draws=False), range(20), 20)
+    again = read(Images(make()), Task("monai", draws=False), range(19, -1, -1), 3)
+    assert first == again

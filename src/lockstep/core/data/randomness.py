@@ -149,23 +149,23 @@ def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.
 class SampleSeeding:
     """Gives every sample its own random numbers, at little cost for samples that draw none.
 
-    torch's generator is seeded for each sample: code may draw from a fork of it, which leaves no trace. NumPy's and
-    Python's generators take longer to seed, so they are seeded only after a sample was seen to draw from them. Before a
-    micro-batch is read, `begin` puts the generators from which no sample has drawn so far into a known state.
-    Afterwards `found_more` says whether a generator left that state. If so, the caller reads the micro-batch again, and
-    from then on `seed` seeds this generator too. So a sample that draws is always read under its own seed, and a sample
-    that draws nothing is the same under any seed.
+    torch's generator and private ones are seeded for each sample: code may draw from a copy of one, as MONAI's
+    `CacheDataset` does, which leaves no trace. The global generators of NumPy and Python are seeded only after a sample
+    was seen to draw from them. Before a micro-batch is read, `begin` puts the generators from which no sample has drawn
+    so far into a known state. Afterwards `found_more` says whether a generator left that state. If so, the caller reads
+    the micro-batch again, and from then on `seed` seeds this generator too. So a sample that draws is always read under
+    its own seed, and a sample that draws nothing is the same under any seed.
 
     Args:
-        lazily: treat torch's generator like the others. For data sets that read many samples at once.
+        lazily: treat all generators like these two. For data sets that read many samples at once.
         private: generators of the data and the task.
     """
 
     def __init__(self, lazily: bool = False, private: Iterable[SeededGenerator] = ()) -> None:
         self.private = tuple(private)
         self._all = (*GENERATORS, *self.private)
-        always = [generator for generator in self.private if generator.draw is None]
-        self.drawn = (*(() if lazily else GENERATORS[:1]), *always)
+        eager = [generator for generator in self.private if generator.draw is None or not lazily]
+        self.drawn = (*(() if lazily else GENERATORS[:1]), *eager)
         """Samples draw from these generators."""
         self._others = tuple(generator for generator in self._all if generator not in self.drawn)
         self._seed: int | None = None
