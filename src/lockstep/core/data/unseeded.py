@@ -27,6 +27,7 @@ _CAUSES = {
     "id": "is an address, which differs by process",
 }
 _SETS = "a set: the order of texts in it differs by process, unless PYTHONHASHSEED is set: sort it"
+_NAMES = _CAUSES.keys() - {"hash", "id"}  # of attributes
 _LOADS = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_NAME", "IMPORT_FROM")
 
 
@@ -51,9 +52,9 @@ def causes(**owners: object) -> str:
 def _in_code(code: CodeType) -> Iterator[str]:
     line = code.co_firstlineno
     for one in dis.get_instructions(code):
-        line = one.starts_line or line
+        line = (one.positions.lineno if one.positions else None) or line
         place = f"{os.path.basename(code.co_filename)}:{line}"
         if one.opname in ("BUILD_SET", "SET_ADD") or (one.opname == "LOAD_GLOBAL" and one.argval == "set"):
             yield f"{place}, {_SETS}"
-        elif one.opname in _LOADS and one.argval in _CAUSES:
+        elif one.opname in _LOADS and one.argval in (_CAUSES if one.opname == "LOAD_GLOBAL" else _NAMES):
             yield f"{place}, `{one.argval}` {_CAUSES[one.argval]}"
