@@ -121,7 +121,7 @@ class _Pickler(ForkingPickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.is_quantized:  # torch's reducer loses the scale
-            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         if type(value) is not Tensor or not is_plain(value) or value.device.type != "cpu":
             return NotImplemented
         is_shared = value.is_shared()  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ def find(**owners: object) -> list[SeededGenerator]:
         owners: by their names in messages. The first that has a generator gives it a name.
     """
     found: dict[str, SeededGenerator] = {}
-    seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}  # type: ignore[attr-defined]
+    seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
     for name, owner in owners.items():
         for place, value in walk(owner, name, seen):
             if isinstance(value, OWN_GENERATORS) or _seeds_itself(value):
@@ -176,8 +176,8 @@ def _seeded(place: str, value: Any) -> SeededGenerator:
         on_host = value.device.type == "cpu"
         draw: Callable[[], int] | None = partial(_draw_torch, value) if on_host else None
         return SeededGenerator(partial(_seed_torch, value, salt), draw, place, value)
-    bits = value if isinstance(value, np.random.BitGenerator) else getattr(value, "_bit_generator", None)
-    bits = value.bit_generator if bits is None else bits
+    bits: Any = value if isinstance(value, np.random.BitGenerator) else getattr(value, "_bit_generator", None)
+    bits = value.bit_generator if isinstance(value, np.random.Generator) else bits
     if isinstance(value, np.random.RandomState) and type(bits) is np.random.MT19937:
         return SeededGenerator(partial(_seed_legacy, value, salt), value.random_sample, place, value)
     return SeededGenerator(partial(_seed_bits, bits, salt), bits.random_raw, place, value)
@@ -199,13 +199,13 @@ def _seed_legacy(generator: np.random.RandomState, salt: int, seed: int) -> None
     generator.seed((seed ^ salt) & 0xFFFFFFFF)
 
 
-def _seed_bits(bits: np.random.BitGenerator, salt: int, seed: int) -> None:
+def _seed_bits(bits: Any, salt: int, seed: int) -> None:
     """A generator of NumPy. For PCG64, the usual one, this takes a sixth of the time of making another."""
     if type(bits) is np.random.PCG64:
         state = {"state": (seed ^ salt) * _MULTIPLIER % (1 << 128), "inc": salt << 1 | 1}
         bits.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
     else:
-        bits.state = type(bits)(seed ^ salt).state  # type: ignore[call-arg]
+        bits.state = type(bits)(seed ^ salt).state
 
 
 def _by_method(value: Any, salt: int, seed: int) -> None:
