@@ -20,6 +20,7 @@ from lockstep.parts.checks.untouched_data import _memory
 from lockstep.parts.digest import digest_of_batch
 from tests import own_tasks, runs
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about kinds that may change
 Pair = collections.namedtuple("Pair", "a b")
 
 

@@ -121,7 +121,9 @@ class _Pickler(ForkingPickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.is_quantized:  # torch's reducer loses the scale
-            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+            file = io.BytesIO()
+            torch.save(value, file)
+            return _loaded, (file.getvalue(),)
         if type(value) is not Tensor or not is_plain(value) or value.device.type != "cpu":
             return NotImplemented
         is_shared = value.is_shared()  # type: ignore[no-untyped-call]
@@ -131,6 +133,11 @@ class _Pickler(ForkingPickler):
             value = shared.copy_(value.detach()).requires_grad_(value.requires_grad)
         _handed.add(_memory(value))
         return self.dispatch_table[Tensor](value)
+
+
+def _loaded(saved: bytes) -> Tensor:
+    tensor: Tensor = torch.load(io.BytesIO(saved))
+    return tensor
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
