@@ -202,7 +202,7 @@ def _seed_legacy(generator: np.random.RandomState, salt: int, seed: int) -> None
 def _seed_bits(bits: Any, salt: int, seed: int) -> None:
     """A generator of NumPy. For PCG64, the usual one, this takes a sixth of the time of making another."""
     if type(bits) is np.random.PCG64:
-        state = {"state": (seed ^ salt) * _MULTIPLIER % (1 << 128), "inc": salt << 1 | 1}
+        state: Any = {"state": (seed ^ salt) * _MULTIPLIER % (1 << 128), "inc": salt << 1 | 1}
         bits.state = {"bit_generator": "PCG64", "state": state, "has_uint32": 0, "uinteger": 0}
     else:
         bits.state = type(bits)(seed ^ salt).state
