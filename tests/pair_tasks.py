@@ -70,14 +70,12 @@ class Alike(Pairs):
 
 
 class OwnGenerator(Pairs):
-    """Draws from a generator of its own, so that two passes over a batch differ."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.generator = torch.Generator()
+    """Draws from a new generator each time, so that two passes over a batch differ."""
 
     def embed(self, model, batch):
-        noise = torch.randn(batch[0].shape, generator=self.generator, dtype=torch.float64)
+        generator = torch.Generator()
+        generator.seed()
+        noise = torch.randn(batch[0].shape, generator=generator, dtype=torch.float64)
         return super().embed(model, (batch[0] + noise, batch[1]))
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import random
 import types
 
 import numpy as np
@@ -97,11 +96,6 @@ class Keeper(Net):
             "table (NumPy array)": np.zeros(3),
             "texts (NumPy array)": np.array(["", None], dtype=object),
             "phase (str)": "",
-            "of_torch (random generator)": torch.Generator(),
-            "of_python (random generator)": random.Random(0),
-            "of_numpy (random generator)": np.random.default_rng(0),
-            "of_old_numpy (random generator)": np.random.RandomState(0),
-            "within (list)": [{"generator": np.random.default_rng(0)}],
             "numbers (counter)": itertools.count(),
         }
         self.__dict__ |= {name.partition(" ")[0]: value for name, value in kept.items()}
@@ -111,6 +105,7 @@ class Keeper(Net):
         self.sizes, self.memory, self.blocks, self.seen = {}, {}, [self.first], []
         self.data = [np.zeros(2)] * 5000
         self.fresh = np.random.default_rng(0)
+        self.generators = [np.random.default_rng(0)]  # seeded before each pass
 
     def use(self, size):
         self.losses.append(0.5)
@@ -121,9 +116,7 @@ class Keeper(Net):
         self.table[1] += 1
         self.texts[0] += "a"
         self.phase += "a"
-        torch.rand(1, generator=self.of_torch)
-        self.of_python.random(), self.of_numpy.random(), self.of_old_numpy.rand()
-        self.within[0]["generator"].random()
+        self.generators[0].random()
         next(self.numbers)
         with torch.no_grad():
             self.teacher.weight.mul_(0.5)

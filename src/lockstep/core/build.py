@@ -169,12 +169,13 @@ def prepare_run(
     plan = step_plan(config, data, world, micro_batch, order)
     stop = _last_step(config, plan)
     in_worker, start_method = config.data.workers > 0, config.data.start_method
-    fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=in_worker, start_method=start_method)
+    fingerprint, warnings = agreed_fingerprint(task, data, world, order, in_worker=in_worker, start_method=start_method)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, is_bypassed=by_loop)
     beginning = beginning if beginning is not None and checkpoint is None else Beginning()
-    state = _state_with(beginning, config, task, world, built, plan, stop, notes=[*grouping(plan), *remarks])
     loader = make_loader(config, data, task, world, training=True)
+    notes = [*grouping(plan), *loader.micro_batches.seeding.notes(), *remarks]
+    state = _state_with(beginning, config, task, world, built, plan, stop, notes=notes)
     return Run(
         config=config,
         task=task,

@@ -340,7 +340,7 @@ def _micro_batches(
         with torch.no_grad(), contextlib.closing(loader.run(lambda: plans)) as micro_batches:
             for micro_batch in micro_batches:
                 seed = derive_seed(loader.micro_batches.seed, _EVALUATION, micro_batch.indices[0])
-                seed_forward(seed, world.device)
+                seed_forward(seed, world.device, strategy.private_of(forward))
                 yield micro_batch
                 world.heartbeat.beats += 1
                 tick()

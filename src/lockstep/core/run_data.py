@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lockstep.core import task_checks
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.data import fingerprint, same_samples
+from lockstep.core.data import fingerprint, same_samples, unseeded
 from lockstep.core.data.dataset import member_of
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import EvaluationPlan, Order, StepPlan
@@ -194,7 +194,13 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
 
 
 def agreed_fingerprint(
-    data: Dataset[Any], world: World, order: Order | None = None, *, in_worker: bool, start_method: str | None = None
+    task: Task,
+    data: Dataset[Any],
+    world: World,
+    order: Order | None = None,
+    *,
+    in_worker: bool,
+    start_method: str | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """The fingerprint of the training data, and warnings about them. Each rank reads a few samples from its data.
 
@@ -214,23 +220,26 @@ def agreed_fingerprint(
     own |= {} if order is None else {"order": order.digest}
     if world.size == 1:
         return own, []
+    made_by = {"data": data, "Task.train_data": task.train_data}
     gathered = world.gather(own)
-    first: dict[str, Any] = world.on_rank0(lambda: _first_of_nodes(gathered or [], world))
+    first: dict[str, Any] = world.on_rank0(lambda: _first_of_nodes(gathered or [], world, made_by))
 
     def read(index: int) -> Any:
         with restored_generators(world.device):
             return fingerprint.sample(data, index, in_worker, start_method)
 
     readable = ["" if digest == fingerprint.UNREADABLE else digest for digest in digests]
-    remarks = same_samples.check(readable, indices, read, what="training", where="Task.train_data", world=world)
+    place = {"what": "training", "where": "Task.train_data"}
+    remarks = same_samples.check(readable, indices, read, world=world, made_by=made_by, **place)
     return first, remarks
 
 
-def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[str, Any]:
+def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World, made_by: Mapping[str, object]) -> dict[str, Any]:
     """The fingerprint of rank 0.
 
     Args:
         gathered: fingerprints by rank.
+        made_by: the objects that make the samples, by their names.
 
     Raises:
         UsageError: the first ranks of the nodes have different data, or a rank has a different number of samples.
@@ -244,12 +253,13 @@ def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[st
             for name, count in counts.items()
             if count != first["samples"]
         ]
+        remedy = "give all nodes the same data under this path, or put the data on a shared disk"
         what = "; ".join(differ) or f"different samples on node {', '.join(counts)}"
         raise UsageError(
             f"the nodes have different training data: {number_of(first['samples'], 'sample')} on node "
             f"{names[0]}, {what}",
             where="data.train",
-            remedy="give all nodes the same data under this path, or put the data on a shared disk",
+            remedy=". ".join(filter(None, [remedy, unseeded.causes(**made_by)])),
         )
     for key, name in (("samples", "number of samples"), ("order", "digest of the order of the samples")):
         values = [found.get(key) for found in gathered]

@@ -250,7 +250,8 @@ def forward_backward_step(
     strategy, precision, kept = state.strategy, state.precision, state.strategy.unwrapped.kept
     metrics = None if micro_batch.filler else state.metrics
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
-    seed_forward(seed_of(state, result.step, number, result.places), state.world.device)
+    seed = seed_of(state, result.step, number, result.places)
+    seed_forward(seed, state.world.device, strategy.unwrapped.private)
     with strategy.gradient_sync(last), without_trace:
         kept.is_wanted = metrics is not None and metrics.wants_output
         with precision.autocast():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data.order import derive_seed, derive_seeds
-from lockstep.core.data.tensors import is_plain, map_tensors
+from lockstep.core.data.tensors import map_tensors, values_of
 
 Digest = tuple[int, int]
 
@@ -88,8 +88,8 @@ def fold_batch(batch: Any) -> Tensor:
     found: dict[str, Tensor] = {}
 
     def add(tensor: Tensor) -> Tensor:
-        if is_plain(tensor):
-            found[str(len(found))] = tensor
+        for part in values_of(tensor):
+            found[str(len(found))] = part
         return tensor
 
     map_tensors(batch, add)

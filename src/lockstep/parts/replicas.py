@@ -136,7 +136,7 @@ def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
         state.precision.autocast(),
     ):
         # A model that draws in evaluation makes the same draws on all ranks.
-        seed_forward(derive_seed(state.seed, state.step), device)
+        seed_forward(derive_seed(state.seed, state.step), device, forward.private)
         losses = forward(batch)
     own = {head: float(loss).hex() for head, loss in losses.items()}
     of_all_ranks: list[RankLosses] = world.broadcast(world.gather(own))

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lockstep.core.data.loader import MicroBatch, one_ahead
 from lockstep.core.data.order import derive_seed
-from lockstep.core.data.randomness import seed_forward
+from lockstep.core.data.randomness import SeededGenerator, seed_forward
 from lockstep.core.errors import TrainingError, number_of
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.precision import Precision
@@ -62,6 +62,7 @@ class GlobalLoss:
         self._carrier: int | None = None  # the micro-batch whose loss is that of the global batch
         self._must_compare = True  # whether both passes of the first step give the same embeddings
         self._seed = 0
+        self._private: list[SeededGenerator] = []
 
     def step(
         self, state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
@@ -87,13 +88,14 @@ class GlobalLoss:
             TrainingError: `Task.embed` returns something else than tensors with a row for each sample.
         """
         rows: list[list[Tensor]] = []
+        self._private = state.strategy.unwrapped.private
         strategy, per_shard = state.strategy, len(micro_batches) // len(self.world.data_ranks)
         shard_of = [number // per_shard for number in range(len(micro_batches))]
         with restored_state(strategy.unwrapped, "embed"), torch.no_grad():
             for number, micro_batch in enumerate(one_ahead(micro_batches)):
                 if number % per_shard == 0:
                     strategy.begin_shard(shard_of[number], per_shard)
-                seed_forward(seed_of(state, step, number, shard_of), self.world.device)
+                seed_forward(seed_of(state, step, number, shard_of), self.world.device, self._private)
                 with self.precision.autocast():
                     embedded = strategy.forward(micro_batch.batch, self.task.embed)
                 leaves_of, form = _rows(embedded, len(micro_batch.indices))
@@ -115,7 +117,7 @@ class GlobalLoss:
     def _differentiated(self, strategy: Strategy, values: list[Tensor], form: TreeSpec) -> _Gathered:
         inputs = [value.requires_grad_(value.is_floating_point()) for value in values]
         floating = [value for value in inputs if value.requires_grad]
-        seed_forward(self._seed, self.world.device)
+        seed_forward(self._seed, self.world.device, self._private)
         with strategy.gradient_sync(last=False), self.precision.autocast():
             losses = by_head(strategy.forward(tree_unflatten(inputs, form), self.task.loss))
             gradients = {}
@@ -152,7 +154,7 @@ class GlobalLoss:
                 self._compare(rows, number)
             direct: Losses = {}
             if last and gathered.uses_parameters:
-                seed_forward(self._seed, self.world.device)
+                seed_forward(self._seed, self.world.device, self._private)
                 direct = by_head(self.task.loss(model, tree_unflatten(gathered.values, gathered.form)))
             found = {}
             for head, gradients in gathered.gradients.items():

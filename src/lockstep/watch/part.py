@@ -17,7 +17,6 @@ from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
-from lockstep.core.data.randomness import own_generators, state_of
 from lockstep.core.errors import WatchError
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
@@ -328,14 +327,6 @@ class Watch(BuiltInPart):
         return self._resolve(inside, pending, Dispute(of_owner, recomputer, *found))
 
     def _resolve(self, inside: Inside, pending: _Pending, dispute: Dispute) -> bool:
-        if self._draws_differ():
-            self.recomputes = False  # the loader still reads the shares: later steps are already requested
-            inside.tell(
-                f"warning: step {pending.step + 1}: from here on, the watch only compares replicas: the model or the "
-                "task draws from its own generator, whose state differs by rank. Draw from torch's global "
-                "generator, which Lockstep seeds for each pass"
-            )
-            return False
         with torch.no_grad():
             for buffer, value in pending.buffers:  # as before the step
                 if buffer.shape == value.shape:
@@ -348,13 +339,6 @@ class Watch(BuiltInPart):
         if self.noise is None:
             self._let_round(inside, pending)
         return False
-
-    def _draws_differ(self) -> bool:
-        """True if generators of the model or the task have different states on different ranks. A collective."""
-        forward = self.run.state.strategy.unwrapped
-        states = [state_of(one) for one in own_generators([*forward.modules(), self.run.task])]
-        found = of_all(self.run.world, [one.tolist() if isinstance(one, Tensor) else repr(one) for one in states])
-        return any(one != found[0] for one in found)
 
     def _let_round(self, inside: Inside, pending: _Pending) -> None:
         """From now on, compare results within what rounding explains."""

@@ -13,8 +13,6 @@ from tests.own_tasks import Plain
 from tests.ranks import run_ranks
 from tests.runs import config, fit, shared_folder
 
-GENERATOR = np.random.default_rng()
-
 
 class Samples(Dataset):
     """48 samples; `of` gives the inputs of a sample from its index and its usual inputs."""
@@ -44,7 +42,7 @@ def drawn(index, inputs):
 
 
 def drawn_each_time(index, inputs):
-    return inputs + float(GENERATOR.normal())
+    return inputs + float(np.random.default_rng().normal())
 
 
 def seeded(index, inputs):

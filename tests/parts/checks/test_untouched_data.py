@@ -1,6 +1,7 @@
 """A task that changes samples of an in-memory data set in place is refused before its first step."""
 
 import copy
+import random
 
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ class Noisy(InMemory):
     """Reading draws from a generator that nobody seeds."""
 
     def train_data(self):
-        rows, generator = self.sets["train"], np.random.default_rng(0)
+        rows = self.sets["train"]
 
         class WithNoise(torch.utils.data.Dataset):
             def __len__(self):
@@ -173,7 +174,7 @@ class Noisy(InMemory):
 
             def __getitem__(self, index):
                 inputs, targets = rows[index]
-                return inputs + generator.standard_normal(inputs.shape), targets
+                return inputs + np.random.default_rng().standard_normal(inputs.shape), targets
 
         return WithNoise()
 
@@ -208,14 +209,14 @@ def test_the_look_leaves_no_trace(tmp_path):
 
 
 class OwnGenerator(InMemory):
-    """One of its methods draws from a generator of its own, the other from one that Lockstep seeds."""
+    """One of its methods draws from a generator that nobody can seed, the other from one that Lockstep seeds."""
 
     def __init__(self, method):
         super().__init__()
-        self.method, self.generator = method, np.random.default_rng(0)
+        self.method, self.generator = method, random.SystemRandom()
 
     def noise(self, method):
-        return (self.generator if self.method == method else np.random).normal()
+        return (self.generator if self.method == method else random).gauss(0, 1)
 
     def prepare(self, sample, epoch, training):
         return sample[0] + self.noise("prepare"), sample[1]

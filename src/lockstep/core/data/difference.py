@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lockstep.core.data.tensors import values_of
 from lockstep.core.errors import number_of
 
 _NUMBERS, _LETTERS, _LEAVES = 4096, 200, 64  # kept of a leaf, of a text, of a sample
@@ -82,13 +83,21 @@ def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
+def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The values on the CPU. Types that NumPy lacks become float32."""
+    try:
+        return tensor.cpu().numpy()
+    except TypeError:
+        return tensor.cpu().float().numpy()
+
+
 def _leaf(place: str, value: Any) -> Leaf:
     name = type(value).__name__
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.to_dense() if value.layout != torch.strided else value
-        kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        array = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+        shape = [len(value), "..."] if value.is_nested else list(value.shape)
+        kind = f"{str(value.dtype).removeprefix('torch.')} {shape}".replace("'", "")
+        flat = [_as_array(part).reshape(-1) for part in values_of(value)]
+        array = flat[0] if len(flat) == 1 else np.concatenate(flat) if flat else np.empty(0)
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         kind, array = f"{value.dtype} {list(value.shape)}", np.asarray(value)
     elif hasattr(value, "tobytes") and hasattr(value, "size") and hasattr(value, "mode"):  # a PIL image
@@ -99,5 +108,5 @@ def _leaf(place: str, value: Any) -> Leaf:
         text = name if " at 0x" in text else text
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
         return Leaf(place, name, digest, text if len(text) <= _LETTERS else f"{text[:_LETTERS]}...")
-    whole = np.ascontiguousarray(array)
+    whole = np.ascontiguousarray(np.ma.getdata(array))
     return Leaf(place, kind, hashlib.sha256(whole.tobytes()).hexdigest(), whole.reshape(-1)[:_NUMBERS].copy())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import warnings
+from collections import UserList, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -13,11 +13,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.core.data import inherited, worker_deaths, workers
+from lockstep.core.data import inherited, private_generators, worker_deaths, workers
 from lockstep.core.data.dataset import forward
 from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.handover import Failure, packed
+from lockstep.core.data.randomness import restored, seed_all
+from lockstep.core.data.tensors import moves_itself, values_of
 from lockstep.core.errors import DataError, LockstepError
+
+_DEPTH = 4
 
 
 def fingerprint(data: Any) -> dict[str, Any]:
@@ -91,24 +95,24 @@ UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
 """Replaces the digest of a sample that cannot be read."""
 
 
-def _read_all(data: Dataset[Any], indices: Sequence[int], count: int, start_method: str | None) -> list[Any]:
+def _read_all(data: _Samples, indices: Sequence[int], count: int, start_method: str | None) -> list[Any]:
     def make() -> DataLoader[Any]:
         with warnings.catch_warnings():  # two workers for a moment, even on one core
             warnings.filterwarnings("ignore", "This DataLoader will create")
             return workers.data_loader(data, indices, count, stays=False, start_method=start_method)
 
-    return worker_deaths.read_all(make, f"samples {list(dict.fromkeys(indices))}")
+    with restored(one.generator for one in data.private if one.generator is not None):  # they may split the data later
+        return worker_deaths.read_all(make, f"samples {list(dict.fromkeys(indices))}")
 
 
 class _Samples(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.data = data
+        self.private = [generator for generator in private_generators.find(data=data) if generator.is_on_host]
 
     def __getitem__(self, index: int) -> Any:
-        torch.default_generator.manual_seed(index)
-        random.seed(index)
-        np.random.seed(index % 2**32)
+        seed_all(index, self.private)
         return self.data[index]
 
 
@@ -129,28 +133,38 @@ class _Digests(_Samples):
             return UNREADABLE
 
 
-def _add(digest: Any, value: Any) -> None:
-    """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr."""
+def _add(digest: Any, value: Any, depth: int = _DEPTH) -> None:
+    """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr.
+
+    Args:
+        depth: how many objects that move themselves to a device, such as graphs, are examined within one another.
+    """
     digest.update(f"|{type(value).__name__}:".encode())
     if isinstance(value, torch.Tensor):
-        value = value.to_dense() if value.layout != torch.strided else value
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        if value.is_quantized or value.is_meta or value.is_nested:
+            digest.update(f"{value.dtype}{value.dim()}".encode())
+        digest.update(str(tuple(value.shape)).encode() if value.is_meta else b"")
+        for part in values_of(value):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ma.MaskedArray):
+            _add(digest, np.ma.getmaskarray(value))
+            value = value.filled()
         digest.update(f"{value.dtype}{value.shape}".encode())
         if value.dtype.hasobject:
             _add(digest, value.tolist())
         else:
             digest.update(value.tobytes())
-    elif isinstance(value, bytes):
-        digest.update(value)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        digest.update(bytes(value))
     elif isinstance(value, str | int | float | bool | None):
         digest.update(repr(value).encode())
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _add(digest, key)
             _add(digest, item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque | UserList):
         for item in value:
             _add(digest, item)
     elif is_dataclass(value) and not isinstance(value, type):
@@ -159,7 +173,14 @@ def _add(digest: Any, value: Any) -> None:
     elif hasattr(value, "tobytes") and hasattr(value, "size"):  # a PIL image
         digest.update(str(value.size).encode())
         digest.update(value.tobytes())
+        palette = getattr(value, "getpalette", None)
+        digest.update(bytes(palette() or ()) if callable(palette) else b"")
     elif isinstance(value, set | frozenset):
         digest.update(",".join(sorted(map(repr, value))).encode())
-    elif " at 0x" not in (text := repr(value)):  # a repr with an address would differ in the next process
-        digest.update(text.encode())
+    else:
+        if " at 0x" not in (text := repr(value)):  # a repr with an address would differ in the next process
+            digest.update(text.encode())
+        if moves_itself(value) and depth:  # it holds tensors, which its repr need not contain
+            for name, item in getattr(value, "__dict__", {}).items():
+                _add(digest, name)
+                _add(digest, item, depth - 1)

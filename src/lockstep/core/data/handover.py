@@ -125,6 +125,10 @@ class _Pickler(ForkingPickler):
         self.held, self.shared = held, 0
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and value.is_quantized:  # torch's reducer loses the scale
+            file = io.BytesIO()
+            torch.save(value, file)
+            return _loaded, (file.getvalue(),)
         if type(value) is not Tensor or not is_plain(value) or value.device.type != "cpu":
             return NotImplemented
         can_be_copied = value.is_leaf or not value.requires_grad  # else torch's reducer raises
@@ -151,6 +155,11 @@ def _from_bytes(
 ) -> Tensor:
     flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
     return flat.as_strided(size, stride).requires_grad_(requires_grad)
+
+
+def _loaded(saved: bytes) -> Tensor:
+    tensor: Tensor = torch.load(io.BytesIO(saved))
+    return tensor
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

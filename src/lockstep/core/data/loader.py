@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data import private_generators, worker_deaths, workers
 from lockstep.core.data.dataset import forward, member_of, name_of
 from lockstep.core.data.device_copies import Copy, DeviceCopies
 from lockstep.core.data.handover import Failure
@@ -107,8 +107,9 @@ def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None
 class MicroBatches(Dataset[MicroBatch]):
     """A data set of micro-batches: `micro_batches[plan]` reads, prepares and collates samples.
 
-    The random numbers of a sample (torch, NumPy, Python) depend only on the run's seed, the epoch and the index. If
-    an order draws samples, they depend on the position instead of the index, so that a sample drawn twice differs.
+    The random numbers of a sample (from torch, NumPy, Python, or a generator of the data or the task) depend only on
+    the run's seed, the epoch and the index. If an order draws samples, they depend on the position instead of the
+    index, so that a sample drawn twice differs.
     Those of `collate` depend on the seed, the epoch and the first index, or position, of the micro-batch.
 
     Args:
@@ -127,7 +128,9 @@ class MicroBatches(Dataset[MicroBatch]):
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else member_of(data, "__getitems__")
-        self.seeding = SampleSeeding(lazily=self.read_many is not None)
+        private = [] if self.at_once else private_generators.find(data=data, Task=task)
+        on_host = [generator for generator in private if generator.is_on_host]
+        self.seeding = SampleSeeding(lazily=self.read_many is not None, private=on_host)
         self.stream = forward(data)
 
     @property
@@ -152,7 +155,7 @@ class MicroBatches(Dataset[MicroBatch]):
         if not samples:
             samples, read = self._substitute(plan)
         if self.collates:
-            seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE))
+            seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE), self.seeding.private)
         try:
             batch = self.task.collate(samples)
         except Exception as raised:
@@ -220,7 +223,7 @@ class MicroBatches(Dataset[MicroBatch]):
 
     def sample(self, index: int, epoch: int) -> Any:
         """Sample `index` as the task prepares it for `epoch`: the same in every process and after every restart."""
-        seed_all(derive_seed(self.seed, epoch, index))
+        self.seeding.seed_all(derive_seed(self.seed, epoch, index))
         return self.task.prepare(self.data[index], epoch, self.training)
 
     def _substitute(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan]:

@@ -1,4 +1,4 @@
-"""The global random number generators of torch, NumPy and Python, and how they are seeded for each sample."""
+"""The global random number generators of torch, NumPy and Python, and how generators are seeded for each sample."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ import torch
 
 from lockstep.core import devices
 
+_SHOWN = 4
 _ANY = torch.empty((), dtype=torch.int64)
 
 
-class _Generator(NamedTuple):
-    """A global generator."""
+class SeededGenerator(NamedTuple):
+    """A generator that Lockstep seeds: a global one, or one of `private_generators`."""
 
     seed: Callable[[int], object]
     """Seeds it with 64 bits."""
-    draw: Callable[[], int | float]
-    """Returns its next number, of at least 53 random bits."""
+    draw: Callable[[], int | float] | None
+    """Returns its next number, of at least 53 random bits. None: nobody can notice that code has drawn from it."""
+    place: str
+    """Where it is, for messages."""
+    generator: Any = None
+    """One of `OWN_GENERATORS`. None: it is a global one, or nobody but its owner knows it."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """False: it belongs to a device, which loader workers must not use."""
+        return not isinstance(self.generator, torch.Generator) or self.generator.device.type == "cpu"
 
 
 def _seed_torch(seed: int) -> None:
@@ -51,22 +61,28 @@ def _draw_python() -> int:
 
 # Named functions of modules: loader workers that are not forked get them by pickle.
 GENERATORS = (
-    _Generator(_seed_torch, _draw_torch),
-    _Generator(_seed_numpy, _draw_numpy),
-    _Generator(_seed_python, _draw_python),
+    SeededGenerator(_seed_torch, _draw_torch, "torch"),
+    SeededGenerator(_seed_numpy, _draw_numpy, "numpy.random"),
+    SeededGenerator(_seed_python, _draw_python, "random"),
 )
 
 
-def seed_all(seed: int) -> None:
-    """Seed the global generators of torch (on the CPU), NumPy and Python."""
+def seed_all(seed: int, private: Iterable[SeededGenerator] = ()) -> None:
+    """Seed the global generators of torch (on the CPU), NumPy and Python, and private ones."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+    for generator in private:
+        generator.seed(seed)
 
 
-def seed_forward(seed: int, device: torch.device) -> None:
-    """Seed the generators that a forward pass may draw from, such as for dropout: of the CPU and of `device`."""
-    seed_all(seed)
+def seed_forward(seed: int, device: torch.device, private: Iterable[SeededGenerator] = ()) -> None:
+    """Seed the generators that a forward pass may draw from, such as for dropout: of the CPU and of `device`.
+
+    Args:
+        private: generators of the task and the model, see `Forward.private`.
+    """
+    seed_all(seed, private)
     if device.type != "cpu":
         devices.of(device).seed(seed)
 
@@ -88,9 +104,10 @@ OWN_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random
 
 
 def own_generators(owners: Iterable[object]) -> list[Any]:
-    """The generators that objects keep as attributes, each once."""
+    """The generators that objects keep as attributes, each once. Those of the system have no state."""
     values = (value for owner in owners for value in list(getattr(owner, "__dict__", {}).values()))
-    return list({id(value): value for value in values if isinstance(value, OWN_GENERATORS)}.values())
+    found = {id(value): value for value in values if isinstance(value, OWN_GENERATORS)}
+    return [value for value in found.values() if not isinstance(value, random.SystemRandom)]
 
 
 def state_of(generator: Any) -> Any:
@@ -102,9 +119,16 @@ def state_of(generator: Any) -> Any:
 
 @contextlib.contextmanager
 def restored_own_generators(owners: Iterable[object]) -> Generator[None, None, None]:
-    """At the end, the generators that objects keep as attributes are as before. Nobody seeds them for each pass."""
+    """At the end, the generators that objects keep as attributes are as before."""
+    with restored(own_generators(owners)):
+        yield
+
+
+@contextlib.contextmanager
+def restored(generators: Iterable[Any]) -> Generator[None, None, None]:
+    """At the end, these generators, all of them `OWN_GENERATORS`, are as before."""
     with contextlib.ExitStack() as undo:
-        for generator in own_generators(owners):
+        for generator in generators:
             undo.callback(partial(_set_state, generator, state_of(generator)))
         yield
 
@@ -125,28 +149,41 @@ def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.
 class SampleSeeding:
     """Gives every sample its own random numbers, at little cost for samples that draw none.
 
-    torch's generator is seeded for each sample: code may draw from a fork of it, which leaves no trace. NumPy's and
-    Python's generators take longer to seed, so they are seeded only after a sample was seen to draw from them. Before a
-    micro-batch is read, `begin` puts the generators from which no sample has drawn so far into a known state.
-    Afterwards `found_more` says whether a generator left that state. If so, the caller reads the micro-batch again, and
-    from then on `seed` seeds this generator too. So a sample that draws is always read under its own seed, and a sample
-    that draws nothing is the same under any seed.
+    torch's generator and private ones are seeded for each sample: code may draw from a copy of one, as MONAI's
+    `CacheDataset` does, which leaves no trace. The global generators of NumPy and Python are seeded only after a sample
+    was seen to draw from them. Before a micro-batch is read, `begin` puts the generators from which no sample has drawn
+    so far into a known state. Afterwards `found_more` says whether a generator left that state. If so, the caller reads
+    the micro-batch again, and from then on `seed` seeds this generator too. So a sample that draws is always read under
+    its own seed, and a sample that draws nothing is the same under any seed.
 
     Args:
-        lazily: treat torch's generator like the others. For data sets that read many samples at once.
+        lazily: treat all generators like these two. For data sets that read many samples at once.
+        private: generators of the data and the task.
     """
 
-    def __init__(self, lazily: bool = False) -> None:
-        self.drawn: tuple[_Generator, ...] = () if lazily else GENERATORS[:1]  # samples draw from these generators
-        self._others = tuple(generator for generator in GENERATORS if generator not in self.drawn)
+    def __init__(self, lazily: bool = False, private: Iterable[SeededGenerator] = ()) -> None:
+        self.private = tuple(private)
+        self._all = (*GENERATORS, *self.private)
+        eager = [generator for generator in self.private if generator.draw is None or not lazily]
+        self.drawn = (*(() if lazily else GENERATORS[:1]), *eager)
+        """Samples draw from these generators."""
+        self._others = tuple(generator for generator in self._all if generator not in self.drawn)
         self._seed: int | None = None
-        self._first: tuple[int | float, ...] = ()  # the first number of each of `_others` after `_seed`
+        self._first: tuple[int | float | None, ...] = ()  # the first number of each of `_others` after `_seed`
+
+    def notes(self) -> list[str]:
+        """A line for the log on private generators that are seeded."""
+        places = [generator.place for generator in self.private]
+        more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+        return (
+            [f"random generators that are seeded for each sample: {', '.join(places[:_SHOWN])}{more}"] if places else []
+        )
 
     def begin(self, seed: int) -> None:
         """Prepare for reading a micro-batch. A seed that rarely changes, such as one per epoch, costs less."""
         if seed != self._seed:
             self._seed = seed
-            self._first = tuple((generator.seed(seed), generator.draw())[1] for generator in self._others)
+            self._first = tuple((generator.seed(seed), _next(generator))[1] for generator in self._others)
         for generator in self._others:
             generator.seed(seed)
 
@@ -154,6 +191,10 @@ class SampleSeeding:
         """Prepare for reading a sample: seed the generators that samples draw from."""
         for generator in self.drawn:
             generator.seed(seed)
+
+    def seed_all(self, seed: int) -> None:
+        """Seed all generators, whether or not samples draw from them."""
+        seed_all(seed, self.private)
 
     def seeders(self) -> list[Callable[[int], object]]:
         """The functions that prepare for reading a sample, as `seed` does: for many samples."""
@@ -164,10 +205,14 @@ class SampleSeeding:
     def found_more(self) -> bool:
         """True if the samples drew from a generator for the first time: then read the micro-batch again."""
         pairs = zip(self._others, self._first, strict=True)
-        newly_drawn = [generator for generator, first in pairs if generator.draw() != first]
+        newly_drawn = [generator for generator, first in pairs if _next(generator) != first]
         if newly_drawn:
             drawn = (GENERATORS[0], *self.drawn, *newly_drawn)
-            self.drawn = tuple(generator for generator in GENERATORS if generator in drawn)
-            self._others = tuple(generator for generator in GENERATORS if generator not in self.drawn)
+            self.drawn = tuple(generator for generator in self._all if generator in drawn)
+            self._others = tuple(generator for generator in self._all if generator not in self.drawn)
             self._seed = None
         return bool(newly_drawn)
+
+
+def _next(generator: SeededGenerator) -> int | float | None:
+    return generator.draw() if generator.draw is not None else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lockstep.core.data import difference
+from lockstep.core.data import difference, unseeded
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.loader import Loader, MicroBatch
 from lockstep.core.errors import UsageError
@@ -20,7 +20,14 @@ REMEDY = (
 
 
 def check(
-    digests: Sequence[str], indices: Sequence[int], read: Callable[[int], Any], *, what: str, where: str, world: World
+    digests: Sequence[str],
+    indices: Sequence[int],
+    read: Callable[[int], Any],
+    *,
+    what: str,
+    where: str,
+    world: World,
+    made_by: Mapping[str, object],
 ) -> list[str]:
     """Compare samples over the ranks. A collective.
 
@@ -29,6 +36,7 @@ def check(
         read: reads a sample again, under the seeds with which it was read before.
         what: kind of the data.
         where: what makes the data.
+        made_by: the objects that make the samples, by their names.
 
     Returns:
         a warning, if a sample changes each time it is read, and else nothing.
@@ -51,10 +59,11 @@ def check(
         index = indices[place]
         if first[1] or other[1]:
             return [
-                f"WARNING: sample {index} of the {what} data is different each time it is read: it draws from a "
-                "generator that no seed reaches, such as numpy.random.default_rng(). The run cannot be repeated, and a "
-                "resumed run may take the data for different data.\n  remedy: draw from the global generator of torch, "
-                "NumPy or Python, which Lockstep seeds for each sample, or seed the generator with the index"
+                f"WARNING: sample {index} of the {what} data is different each time it is read: it depends on "
+                "something that no seed reaches, such as the time, or a generator that is made for each sample. The "
+                "run cannot be repeated, and a resumed run may take the data for different data.\n  remedy: draw from "
+                "the global generator of torch, NumPy or Python, or from one that the data set keeps: Lockstep seeds "
+                f"these for each sample. {unseeded.causes(**made_by)}".rstrip()
             ]
         ranks = [number for number, found in enumerate(gathered) if found[place] not in ("", gathered[0][place])]
         places = [at for at, index in enumerate(indices) if len({found[at] for found in gathered} - {""}) > 1]
@@ -64,7 +73,7 @@ def check(
             f"{', '.join(map(str, ranks))} is not that of rank 0 ({difference.first(first[0], other[0], names)}). "
             f"Samples that were compared: {_listed(indices)}; different: {_listed([indices[at] for at in places])}",
             where=where,
-            remedy=REMEDY,
+            remedy=". ".join(filter(None, [REMEDY, unseeded.causes(**made_by)])),
         )
 
     return world.on_rank0(judged)
@@ -83,11 +92,13 @@ def check_batch(micro_batch: MicroBatch, loader: Loader, *, what: str, where: st
         return loader.read_apart([(index, micro_batch.epoch)]).get((index, micro_batch.epoch), (None, None))[1]
 
     indices = world.broadcast(micro_batch.indices)
+    made_by = {"data": loader.micro_batches.data, "Task": loader.micro_batches.task}
     samples = [read(index) for index in indices]
     digests = ["" if sample is None else digest_of(sample) for sample in samples]
-    return check(digests, indices, read, what=what, where=where, world=world) or [
+    return check(digests, indices, read, what=what, where=where, world=world, made_by=made_by) or [
         f"WARNING: Task.collate makes different batches of the same {what} samples on different ranks: it draws from a "
-        "generator that no seed reaches, or depends on the rank. The run cannot be repeated with other ranks."
+        "generator that no seed reaches, or depends on the rank. The run cannot be repeated with other ranks. "
+        f"{unseeded.causes(**{'Task.collate': loader.micro_batches.task.collate})}".rstrip()
     ]
 
 

@@ -87,8 +87,23 @@ def _map_mapping(value: Mapping[Any, Any], inner: Callable[[Any], Any]) -> Any:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True if a tensor is a single block of memory: neither sparse nor nested."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    """True if a tensor is a single block of memory that holds its values: not sparse, nested, quantized or meta."""
+    has_values = not tensor.is_quantized and not tensor.is_meta
+    return tensor.layout is torch.strided and not tensor.is_nested and has_values
+
+
+def values_of(tensor: Tensor) -> list[Tensor]:
+    """The values of a tensor as plain tensors on its device: several if it is nested, none if it has no values."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return [value for part in tensor.unbind() for value in values_of(part)]
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return [tensor.resolve_conj().resolve_neg()]
 
 
 def moves_itself(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lockstep.core.data import private_generators
+from lockstep.core.data.randomness import SeededGenerator
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.precision import Precision
 
@@ -92,6 +95,11 @@ class Forward(nn.Module):
         self.kept = KeptOutput()
         self._has_computed = False
 
+    @functools.cached_property
+    def private(self) -> list[SeededGenerator]:
+        """The generators of the task and the model, which are seeded before each forward pass."""
+        return private_generators.find(Task=getattr(self.loss, "__self__", self.loss), model=self.model)
+
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`.
 
@@ -122,6 +130,11 @@ class Forward(nn.Module):
     def _graded(self) -> set[str]:
         """The names of the parameters that have gradients."""
         return {name for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+
+
+def private_of(forward: nn.Module) -> list[SeededGenerator]:
+    """`Forward.private`. Empty: the module is only a model."""
+    return forward.private if isinstance(forward, Forward) else []
 
 
 @dataclass(frozen=True)

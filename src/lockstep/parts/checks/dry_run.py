@@ -26,6 +26,7 @@ from lockstep.core.errors import DataError, UsageError, did_you_mean, number_of
 from lockstep.core.evaluate import check_names, measure, predicted, split
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.strategy import private_of
 from lockstep.core.parallel.world import World
 from lockstep.parts.checks.same_output import check_same_output
 from lockstep.parts.checks.unlike_halves import unlike_order
@@ -149,7 +150,8 @@ def _losses(
     tensors: list[dict[str, Any]] = []
     try:
         for part in parts:
-            seed_forward(seed, precision.device)  # the same noise for the whole and for its halves, and on every rank
+            # The same noise for the whole and for its halves, and on every rank.
+            seed_forward(seed, precision.device, private_of(forward))
             with precision.autocast():
                 tensors.append(forward(part.batch))
     except Exception:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.code_files import PACKAGES
-from lockstep.core.data.randomness import OWN_GENERATORS
 
 # Modules and tasks of these packages were reviewed: what they keep in attributes are settings and caches.
 _KNOWN = ("torch", "transformers", "peft", *PACKAGES)
@@ -36,8 +34,8 @@ class OutsideState:
 
     A buffer that is not saved is reported if it has changed at all, and so is a flag in an attribute. Other values in
     attributes are reported if they changed in the second step, because many models keep the size of their first batch
-    or fill a cache with it: numbers, texts, tensors, arrays, containers of these, random generators, and modules that
-    do not belong to the model.
+    or fill a cache with it: numbers, texts, tensors, arrays, containers of these, and modules that do not belong to the
+    model. Lockstep seeds random generators before each pass, so their states do not matter.
 
     Args:
         task: its attributes are also examined.
@@ -106,8 +104,6 @@ def _kind(value: object) -> str:
         return type(value).__name__
     if isinstance(value, nn.Module):
         return "module outside the model"
-    if isinstance(value, OWN_GENERATORS):
-        return "random generator"
     return "counter" if isinstance(value, count) else ""
 
 
@@ -143,10 +139,6 @@ class _Look:
         if isinstance(value, nn.Module):
             named = {**dict(value.named_parameters()), **dict(value.named_buffers())}
             return [(name, self._at(tensor)) for name, tensor in named.items()]
-        if isinstance(value, torch.Generator):
-            return self._tensor(value.get_state())
-        if isinstance(value, OWN_GENERATORS):
-            return zlib.crc32(pickle.dumps(value))
         if isinstance(value, str | bytes):
             return hash(value)
         return repr(value) if isinstance(value, bool | int | float | complex | np.generic | count) else type(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.errors import UsageError, number_of
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import split_output
+from lockstep.core.parallel.strategy import private_of, split_output
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task, needs_global_batch
 
@@ -34,9 +34,9 @@ def check_same_output(
     """
 
     def outputs(model: nn.Module, batch: Any, seed: int) -> tuple[Any, Any]:
-        seed_forward(seed, precision.device)
+        seed_forward(seed, precision.device, private_of(forward))
         _, of_loss = (None, None) if needs_global_batch(task) else split_output(task.loss(model, batch))
-        seed_forward(seed, precision.device)
+        seed_forward(seed, precision.device, private_of(forward))
         try:
             return of_loss, task.predict(model, batch)
         except UsageError:  # the default: there is no `predict`

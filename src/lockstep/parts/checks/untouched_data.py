@@ -12,16 +12,16 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data import unseeded, worker_deaths, workers
 from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import derive_seed
-from lockstep.core.data.randomness import restored_generators, seed_all
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.data.tensors import is_plain
 from lockstep.core.errors import UsageError
 
 _SAMPLES = 8
@@ -65,14 +65,16 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
             f"warning: sample {found.index} of the {which} data ({data}) differs when it is read again, with "
             "the same seeds of torch, NumPy and Python. So training depends on what was read before, and cannot be "
             "repeated or resumed exactly: resuming needs --allow-change data. Draw random numbers from these "
-            "generators, and do not change samples when reading"
+            "generators, or from one that the data set keeps, and do not change samples when reading. "
+            f"{unseeded.causes(data=micro_batches.data)}".rstrip()
         ]
     if found.draws:
         return [
             f"warning: the result of Task.{found.method} for sample {found.index} of the {which} data ({data}) changes "
             "when it is called again, with the same seeds of torch, NumPy and Python. So training cannot be "
             "repeated or resumed exactly. Draw from the global generators of torch, NumPy or random, which Lockstep "
-            "seeds before each call, and not from your own generator, such as numpy.random.default_rng()"
+            "seeds before each call, or from a generator that the task keeps. "
+            f"{unseeded.causes(**{f'Task.{found.method}': getattr(micro_batches.task, found.method)})}".rstrip()
         ]
     if found.next is not None:
         raise _refusal_of_reuse(micro_batches, found)
@@ -237,7 +239,7 @@ class _Reads(Dataset[Changed | None]):
 
     def _prepared(self, index: int, epoch: int, sample: Any) -> Any:
         one = self.micro_batches
-        seed_all(derive_seed(one.seed, epoch, index))
+        one.seeding.seed_all(derive_seed(one.seed, epoch, index))
         return one.task.prepare(sample, epoch, one.training)
 
     def _is_harmless(self, index: int, unused: Any) -> bool:
@@ -265,7 +267,7 @@ class _Reads(Dataset[Changed | None]):
         return digest_of(batch) if _is_comparable(batch) else None
 
     def _collated(self, index: int, epoch: int, prepared: list[Any]) -> Any:
-        seed_all(derive_seed(self.micro_batches.seed, epoch, index))
+        self.micro_batches.seeding.seed_all(derive_seed(self.micro_batches.seed, epoch, index))
         return self.micro_batches.task.collate(prepared)
 
     def _has_own(self, method: str) -> bool:
@@ -286,14 +288,14 @@ class _Reads(Dataset[Changed | None]):
 
     def _read(self, index: int) -> Any:
         one = self.micro_batches
-        seed_all(derive_seed(one.seed, 0, index))
+        one.seeding.seed_all(derive_seed(one.seed, 0, index))
         return one.data[index]
 
 
 def _memory(value: Any) -> Iterator[int]:
     """Contents of a sample that may change in place: addresses of tensors and arrays, identities of other objects."""
     if isinstance(value, Tensor):
-        yield value.data_ptr() if value.layout == torch.strided else id(value)
+        yield value.data_ptr() if is_plain(value) else id(value)
     elif isinstance(value, np.ndarray):
         yield value.__array_interface__["data"][0]
     elif isinstance(value, str | bytes | int | float | complex | None | np.generic):

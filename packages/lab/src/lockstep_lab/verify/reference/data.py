@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.data import private_generators
 from lockstep.core.task import Task, loss_of_batch
 from lockstep_lab.verify.reference.order import seed_of
 
@@ -29,7 +30,8 @@ def read(
     skip: bool,
     words: Iterable[int] | None = None,
 ) -> list[Any]:
-    """The samples at `indices`, prepared, each under its own seed in the generators of torch, NumPy and Python.
+    """The samples at `indices`, prepared, each under its own seed in the generators of torch, NumPy and Python, and in
+    those that the data and the task keep.
 
     Args:
         seed: of the run.
@@ -37,11 +39,14 @@ def read(
         words: the last word of the seed of each sample. None: its index.
     """
     samples, indices = [], list(indices)
+    private = [one for one in private_generators.find(data=data, Task=task) if one.is_on_host]
     for index, word in zip(indices, indices if words is None else words, strict=True):
         own = seed_of(seed, epoch, word)
         torch.default_generator.manual_seed(own)  # `torch.manual_seed` does the same on the CPU, 100 times slower
         random.seed(own)
         np.random.seed(own % (1 << 32))
+        for generator in private:
+            generator.seed(own)
         try:
             samples.append(task.prepare(data[index], epoch, training))
         except Exception:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import UsageError, number_of
 from lockstep.core.presenter import Presenter
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
-from lockstep_recipes.tasks.lm import card, documents, models, writing
+from lockstep_recipes.tasks.lm import card, chat_date, documents, models, writing
 from lockstep_recipes.tasks.lm.data import PackedRows, Prompts, Row
 from lockstep_recipes.tasks.lm.interface import LmTask
 from lockstep_recipes.tasks.lm.stream import TextStream, is_prompt
@@ -117,6 +117,8 @@ class LmPresenter(Presenter):
         lines = [f"model: {kind}{size}, {origin}; {len(task.tokenizer):,} tokens in the vocabulary"]
         if task.new_weights:
             lines.append(f"  not in {options.model}, so initialised: {', '.join(task.new_weights)}")
+        if date := chat_date.date_of(getattr(task.tokenizer, "chat_template", None)):
+            lines.append(f"chat template: it prints the date {date}, which is kept with the run")
         lines += self._of_rows("training", task.train_data())
         evaluation = task.eval_data()
         if evaluation is not None:

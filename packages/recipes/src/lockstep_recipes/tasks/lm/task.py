@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -12,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
-from lockstep_recipes.tasks.lm import attention, losses, models, tokens, writing
+from lockstep_recipes.tasks.lm import attention, chat_date, losses, models, tokens, writing
 from lockstep_recipes.tasks.lm.answers import is_match, number_in
 from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PackedRows, PaddedRows, Prompt, Row
 from lockstep_recipes.tasks.lm.documents import Corpus
@@ -87,6 +88,8 @@ class LanguageModel(LmTask):
             if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
                 remedy = "give it an eos_token and save it"
                 raise UsageError(f"{name} has no token for the end of a text", where=where, remedy=remedy)
+            if getattr(tokenizer, "chat_template", None):
+                tokenizer.chat_template = chat_date.frozen(tokenizer.chat_template, datetime.now())
             return tokenizer
         part = "training" if self._holds_back else "all"
         options, corpus = self.options, self.corpus
