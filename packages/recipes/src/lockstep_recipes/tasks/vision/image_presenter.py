@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.core.presenter import Presenter
+from lockstep_recipes.look.look import head
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.image_task import ImageTask
 from lockstep_recipes.tasks.vision.readers.class_table import listed
@@ -42,7 +43,7 @@ class ImagePresenter(Presenter):
         lines += [*self.of_classes(), self._sizes(), *self.of_evaluation()]
         if task.new_weights:
             lines.append(f"not in {options.model}, so initialised: {listed(task.new_weights)}")
-        return lines
+        return [*lines, *head(task)]
 
     def of_data(self, name: str, data: Any) -> list[str]:
         """Lines about the training data or the evaluation data."""

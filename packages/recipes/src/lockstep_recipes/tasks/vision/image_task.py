@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.data.dataset import member_of
 from lockstep.core.errors import DataError
+from lockstep_recipes.look.finding import Extent, Finder, of_error
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import MetadataTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
+from lockstep_recipes.tasks.vision.faults import files
+from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
 from lockstep_recipes.tasks.vision.images.normalise import normalise
 from lockstep_recipes.tasks.vision.size_check import check_image_sizes
@@ -49,9 +52,35 @@ class ImageTask(MetadataTask):
         cache: options of the disk cache of decoded images (`data.cache`).
     """
 
+    finders: ClassVar[tuple[Finder, ...]] = (files.refused, files.unreadable, files.blank)
+    """What `lockstep look` looks for: see `lockstep_recipes.look`."""
+
     def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
         super().__init__(options, train, eval)
         self.cache = cache
+
+    def data_to_look_at(self, extent: Extent) -> ImageView:
+        """The images of both splits for the finders. What the task refuses is a finding."""
+        splits, refused = [], []
+        for name, get in (("training", self.train_data), ("evaluation", self.eval_data)):
+            try:
+                data = get()
+            except DataError as error:
+                refused.append(of_error(error))
+            else:
+                splits += [] if data is None else self.split_to_look_at(name, data, extent)
+        classes = splits[0].classes if splits else ()
+        return ImageView(splits, classes, refused=refused)
+
+    def split_to_look_at(self, name: str, data: Any, extent: Extent) -> list[ImageSplit]:
+        """A split for the finders. Empty: it has no files."""
+        pictures = getattr(data, "pictures", None)
+        if pictures is None:
+            return []
+        known = {name: getattr(data, name, None) for name in ("masks", "annotations")}
+        labels = data.records.labels if hasattr(data, "records") else None
+        classes = self.names if labels is not None else data.classes
+        return [ImageSplit(name, pictures, extent, labels, classes=classes, channels=self.options.channels, **known)]
 
     def save(self, folder: Path) -> None:
         self.models.save(self.about.classes, size=self._largest, folder=folder)
