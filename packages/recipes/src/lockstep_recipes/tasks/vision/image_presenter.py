@@ -14,6 +14,7 @@ from lockstep.core.presenter import Presenter
 from lockstep_recipes.look.look import head
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.image_task import ImageTask
+from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 
@@ -68,7 +69,8 @@ class ImagePresenter(Presenter):
         if self.square_evaluations:
             grows += f", evaluation {options.size_for_evaluation(about.size)}"
         mean, std = (", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std))
-        return f"images: {grows} pixels; mean {mean}, standard deviation {std}"
+        grey = "" if about.levels == WHITE else f"; {about.levels:,} is white in files of 16 bits (task.levels)"
+        return f"images: {grows} pixels; mean {mean}, standard deviation {std}{grey}"
 
     # ---- an export
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
 from lockstep_recipes.tasks.vision.faults import files
 from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
+from lockstep_recipes.tasks.vision.images.decode import WHITE, levels_of
 from lockstep_recipes.tasks.vision.images.normalise import normalise
 from lockstep_recipes.tasks.vision.size_check import check_image_sizes
 
@@ -41,6 +42,8 @@ class ImageTaskMetadata:
     """Standard deviation of each channel, from 0 to 1."""
     size: int
     """Height and width in pixels that suit the model."""
+    levels: int = field(default=WHITE, kw_only=True)
+    """The value that becomes white in grey images of 16 bits."""
 
 
 class ImageTask(MetadataTask):
@@ -92,10 +95,17 @@ class ImageTask(MetadataTask):
 
     classes = names
 
-    def described(self, pixels: Pixels, **learned: Any) -> Any:
-        """`about`, from the images that a model expects and from what was derived from the data."""
+    def described(self, pixels: Pixels, data: Any, **learned: Any) -> Any:
+        """`about`, from the images that a model expects, the training data, and what was derived from it."""
         mean, std = pixels.mean_and_std(self.options)
-        return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, **learned})
+        pictures = getattr(data, "pictures", None)
+        levels = self.options.levels or (WHITE if pictures is None else levels_of(pictures))
+        return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, "levels": levels, **learned})
+
+    @property
+    def reading_options(self) -> Any:
+        """The options to read data with: `levels` is that of the training data."""
+        return self.options.model_copy(update={"levels": self.about.levels})
 
     @contextlib.contextmanager
     def partner(self, index: int, purpose: str) -> Iterator[None]:
