@@ -18,7 +18,7 @@ from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.vision.detection.model_choice import models_for
 from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Detections, Targets, image_of_each
-from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.detection.options import MOST_COUNTED, DetectionOptions
 from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
 from lockstep_recipes.tasks.vision.detection.program import DetectionTask
@@ -283,7 +283,17 @@ class Detection(DetectionTask):
         """`mAP`, `mAP50`, `mAP75`, by size of the objects and by class, as in `coco_map.CocoMap.compute`."""
         from lockstep_recipes.tasks.vision.detection.coco_map import CocoMap
 
-        return Metrics({"boxes": CocoMap(self._truth, self.classes)}, self._update)
+        return Metrics({"boxes": CocoMap(self._truth, self.classes, self.most_counted)}, self._update)
+
+    @cached_property
+    def most_counted(self) -> int:
+        """The boxes of a class that count in an image: 100 by COCO's rules, or as many as an evaluation image has."""
+        data = self._eval
+        if data is None:
+            return MOST_COUNTED
+        single = ~data.annotations.crowd
+        pairs = data.annotations.images[single] * len(self.classes) + data.labels[single]
+        return int(max(MOST_COUNTED, np.bincount(np.unique(pairs, return_inverse=True)[1]).max(initial=0)))
 
     def _truth(self) -> BoxedImages:
         if self._eval is None:

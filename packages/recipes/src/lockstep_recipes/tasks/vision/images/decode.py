@@ -11,7 +11,7 @@ import functools
 import io
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image as PILImage
 
 Pixels = npt.NDArray[np.uint8]
+T = TypeVar("T", bound=np.generic)
 
 _EXIF_ORIENTATION = 0x0112
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
@@ -237,7 +238,7 @@ def orientation_of(image: PILImage.Image) -> int:
     return value if 1 <= value <= 8 else 1
 
 
-def turned(pixels: Pixels, orientation: int) -> Pixels:
+def turned(pixels: npt.NDArray[T], orientation: int) -> npt.NDArray[T]:
     """The upright image. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
     if orientation == 1:
         return pixels

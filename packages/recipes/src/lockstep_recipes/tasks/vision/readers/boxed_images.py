@@ -201,7 +201,7 @@ def _read(layout: AnnotationLayout, *, key: str, classes: Sequence[str] | None, 
         where, stems = layout.annotations, layout.stems
         return read_voc(where, layout.images, stems=stems, classes=classes, difficult=difficult)
     names = classes if layout.names is None else layout.names
-    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
+    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders, keypoints=layout.keypoints)
 
 
 def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFiles:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.images.mask import MaskValues
+from lockstep_recipes.tasks.vision.images.mask import MaskValues, as_ids
 from lockstep_recipes.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
 
 IGNORED = -1
@@ -81,6 +81,7 @@ class MaskLookup:
             DataError: a value is neither a class nor ignored; the file has colours, but the table has none; or the
                 palette of the file contradicts the colours of the table. The error names the value.
         """
+        mask = self.meant(mask)
         if mask.in_color:
             return self._of_colors(mask.values, where)
         if mask.palette is not None and self._has_colors:
@@ -89,6 +90,10 @@ class MaskLookup:
             if self.table.masks is None:
                 self._check_palette(mask.values, mask.palette, where)
         return self._of_ids(self.renumbered(mask, where), where)
+
+    def meant(self, mask: MaskValues) -> MaskValues:
+        """The mask, or the ids of a grey mask that was saved as RGB if the classes have no colours."""
+        return mask if self._has_colors else as_ids(mask)
 
     def renumbered(self, mask: MaskValues, where: str) -> Array:
         """The ids of a mask as the first training mask numbers their colours.
