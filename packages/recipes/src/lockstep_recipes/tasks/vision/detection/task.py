@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
 from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.detection.views import View, in_image, views
+from lockstep_recipes.tasks.vision.faults import boxes, edges
 from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
@@ -81,6 +83,16 @@ class Detection(DetectionTask):
     """
 
     presenter = DetectionPresenter
+    finders = (
+        *DetectionTask.finders,
+        boxes.bad_boxes,
+        boxes.odd_sizes,
+        boxes.doubled,
+        boxes.other_size,
+        boxes.rare_box_class,
+        edges.turned_by_exif,
+        edges.mirrored,
+    )
     kept = "detection.json"
     about_type = DetectionMetadata
 
@@ -115,6 +127,13 @@ class Detection(DetectionTask):
         if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
         return read_boxed_images(source, split, options, classes=classes, cache=self.cache)
+
+    def unchecked(self, split: str) -> Any:
+        source: Any = self.train_source if split == "training" else self.eval_source
+        with contextlib.suppress(DataError):
+            part: Literal["train", "eval"] = "train" if split == "training" else "eval"
+            return None if source is None else read_boxed_images(source, part, self.options, checked=False)
+        return None
 
     # ---- the model
 

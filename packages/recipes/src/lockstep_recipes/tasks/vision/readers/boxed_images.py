@@ -156,6 +156,7 @@ def read_boxed_images(
     *,
     classes: Sequence[str] | None = None,
     cache: CacheOptions | None = None,
+    checked: bool = True,
 ) -> BoxedImages:
     """The images of a source, with boxes. No image is decoded here.
 
@@ -172,6 +173,7 @@ def read_boxed_images(
         classes: the class names of the training data, or of the config; class numbers are indices into this list. None:
             the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
         cache: options of the disk cache of decoded images.
+        checked: whether bad boxes are an error, or are left out. Otherwise they are returned.
 
     Raises:
         DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
@@ -183,8 +185,10 @@ def read_boxed_images(
     annotations = _read(layout, key=key, classes=classes, difficult=options.difficult)
     pictures = picture_files(annotations, layout.images, key)
     annotations = _with_sizes(annotations, pictures)
-    check_meaning(annotations, on_bad)
-    annotations, notes = check_boxes(annotations, on_bad)
+    notes: list[str] = []
+    if checked:
+        check_meaning(annotations, on_bad)
+        annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
         raise DataError(f"{key} does not contain any boxes", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)

@@ -107,8 +107,6 @@ class MaskLookup:
         used = np.flatnonzero(np.bincount(mask.values.reshape(-1), minlength=256)[: len(own)]).tolist()
         colors: dict[int, Color] = {number: tuple(own[number].tolist()) for number in used}
         by_color = {color: number for number, color in first.items()}
-        if all(by_color.get(color) == number for number, color in colors.items()):
-            return mask.values
         numbers = np.arange(256, dtype=np.uint8)
         for number, color in colors.items():
             if color not in by_color and number in first:
@@ -117,7 +115,7 @@ class MaskLookup:
                 remedy = "write `masks: ids` into a class file if the ids are correct: lockstep --explain segmentation"
                 raise DataError(what, where=where, remedy=f"{remedy}. Otherwise give the colours of the classes there")
             numbers[number] = by_color.get(color, number)
-        return numbers[mask.values]
+        return mask.values if np.array_equal(numbers, np.arange(256)) else numbers[mask.values]
 
     def numbers(self) -> str:
         """The class numbers of all ids and colours as text, which changes if the meaning of a file changes."""
