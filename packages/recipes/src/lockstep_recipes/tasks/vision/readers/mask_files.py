@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from lockstep_recipes.tasks.vision.readers.mask_lookup import MaskLookup
 from lockstep_recipes.tasks.vision.readers.mask_pairs import ARRAYS
 
 _FIRST = 20  # masks to inspect
+_FEW = 3  # masks, below which an id that occurs once is not odd
 
 Size = tuple[int, int]
 
@@ -122,10 +124,10 @@ class EncodedMasks:
         return hashlib.sha256(f"{self.files.digest()}|{self.lookup.numbers()}".encode()).hexdigest()
 
 
-def ids_in(files: EncodedImages) -> list[int]:
-    """The ids that occur in the first 20 masks. Empty: they are colour images."""
+def ids_in(files: EncodedImages, indices: Iterable[int] | None = None) -> list[int]:
+    """The ids that occur in masks, by default the first 20. Empty: they are colour images."""
     found: set[int] = set()
-    for index in range(min(_FIRST, len(files))):
+    for index in range(min(_FIRST, len(files))) if indices is None else indices:
         mask = as_ids(decode_mask(files.read(index), where=files.where(index)))
         if mask.in_color:
             return []
@@ -178,3 +180,13 @@ def second_of_two_ids(files: EncodedImages) -> int | None:
     """1 or 255 if the first masks contain only 0 and this id, as most masks of one class do. Otherwise None."""
     ids = ids_in(files)
     return ids[1] if ids in ([0, 1], [0, 255]) else None
+
+
+def rare_id(files: EncodedImages) -> str | None:
+    """A sentence about an id that only one of the first masks contains. None: there is none."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for index in range(min(_FIRST, len(files))):
+        for value in ids_in(files, range(index, index + 1)):
+            found[value].append(files.where(index))
+    odd = next(((value, places[0]) for value, places in found.items() if len(places) == 1), None)
+    return None if odd is None or len(files) < _FEW else f"only {odd[1]} contains {odd[0]}"

@@ -340,7 +340,8 @@ def _table(
         files_of_classes = f"a file, or {class_table.CLASS_FILES[0]} next to the masks"
         remedy = f"name the classes: task.classes='[background, object]', {files_of_classes}"
         seen = seen if ids else "the masks are colour images"
-        what = "; ".join(("the class names are unknown", seen, *foreign))
+        rare = mask_files.rare_id(files)
+        what = "; ".join(("the class names are unknown", seen, *([rare] if ids and rare else []), *foreign))
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
