@@ -159,6 +159,10 @@ def test_masks_that_are_wrong_are_named(tmp_path, code):
 
 def test_a_mask_of_a_different_image_is_named(tmp_path):
     root = cases.masks(tmp_path)
+    for number in (3, 4):
+        pixels, mask = cases.scene(number, 160)
+        cases.save(root / f"train/images/00{number}.png", pixels)
+        cases.save(root / f"train/masks/00{number}.png", mask)
     shutil.copy(root / "train/masks/004.png", root / "train/masks/003.png")
     check("segmentation", root, "copied-mask", "masks/004.png", level="warning", only=False)
 

@@ -20,6 +20,8 @@ from lockstep_recipes.tasks.vision.readers.mask_files import EncodedMasks
 
 _RARE = 0.1
 _MOST = 0.9
+_INTRICATE = 60
+"""Masks with a shorter outline may be equal by chance."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class MaskFacts:
     at_border: Array
     """The same, of the pixels at the border of the image."""
     digest: bytes
+    outline: int
+    """Pixels whose neighbour below has a different class."""
     contrast: float
     """The mean grey of the pixels of classes other than the first, minus that of the first: 0 to 255."""
 
@@ -65,7 +69,8 @@ def _checked(split: ImageSplit) -> tuple[list[MaskFacts], list[DataFinding]]:
         if one.error is None and one.thumbnail is not None:
             contrast = _contrast(mask, one.thumbnail)
         digest = hashlib.blake2b(np.ascontiguousarray(mask).tobytes(), digest_size=16).digest()
-        found.append(MaskFacts(one.index, where, counts[1:], int(counts[0]), at_border, digest, contrast))
+        outline = int((mask[1:] != mask[:-1]).sum())
+        found.append(MaskFacts(one.index, where, counts[1:], int(counts[0]), at_border, digest, outline, contrast))
     split.__dict__["mask_facts"] = found, faults
     return found, faults
 
@@ -147,7 +152,7 @@ def copied_masks(data: ImageView) -> Iterator[DataFinding]:
         images = {one.index: one.digest for one in split.facts}
         by_content: dict[bytes, list[MaskFacts]] = defaultdict(list)
         for one in _checked(split)[0]:
-            if (one.counts > 0).sum() > 1:
+            if one.outline >= _INTRICATE:
                 by_content[one.digest].append(one)
         groups = [group for group in by_content.values() if len({images[one.index] for one in group}) > 1]
         if sum(map(len, groups)) > _MOST * len(images):

@@ -143,6 +143,8 @@ def facts_of(pictures: EncodedImages, index: int) -> ImageFacts:
     except DataError as error:
         return ImageFacts(index, where, 0, b"", error.what)
     digest = hashlib.blake2b(data, digest_size=16).digest()
+    if not data:
+        return ImageFacts(index, where, 0, digest, "the file is empty")
     try:
         known = _decoded(data)
     except Exception as error:  # PIL's readers raise many kinds of errors
