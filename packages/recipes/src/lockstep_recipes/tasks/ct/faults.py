@@ -47,7 +47,7 @@ class VolumeSplit:
     @cached_property
     def facts(self) -> list[VolumeFacts]:
         """The facts of the volumes that are opened: none for the head of a log, because a volume takes long."""
-        if self.extent.bytes is not None:
+        if self.extent.is_short:
             return []
         most = len(self.table) if self.extent.samples is None else min(len(self.table), self.extent.samples)
         return [self._facts(number * len(self.table) // most) for number in range(most)]

@@ -78,7 +78,7 @@ def doubled(data: ImageView) -> Iterator[DataFinding]:
     """Two boxes around one object."""
     for split in _boxed(data):
         found = split.annotations
-        for index in range(len(found.image_ids)):
+        for index in split.opened if split.extent.is_short else range(len(split)):
             part = found.of_image(index)
             places = np.arange(part.start, part.stop)[~found.crowd[part]]
             for one, other in zip(*np.nonzero(np.triu(_overlap(found.boxes[places]) > _SAME, 1)), strict=True):

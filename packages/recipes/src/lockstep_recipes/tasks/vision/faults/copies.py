@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.look.finding import HEAD, DataFinding
+from lockstep_recipes.look.finding import DataFinding
 from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 
 _MOST_BYTES = 1 << 30
@@ -19,7 +19,8 @@ def equal_images(data: ImageView) -> Iterator[DataFinding]:
     """Groups of equal files. A run's log has its own lines on them, so its head is left out."""
     for group in _groups(data):
         (first, index), *others = group
-        what = f"equal byte by byte to {first.pictures.where(index)}"
+        same = first.pictures.where(index)
+        what = f"equal byte by byte to {same}"
         for split, number in others:
             file, image = split.pictures.where(number), partial(split.pixels, number)
             one, other = _label(first, index), _label(split, number)
@@ -28,7 +29,7 @@ def equal_images(data: ImageView) -> Iterator[DataFinding]:
                 remedy = "decide which label is right, and remove the other file"
                 yield DataFinding("error", "label-conflict", file, f"{what}, with the classes {names}", remedy, image)
             if split.name != first.name:
-                remedy = "remove it from one of the two: its result is no measure of new images"
+                remedy = "remove it from one of the two: its result does not count as that of a new image"
                 yield DataFinding("error", "train-in-eval", file, f"an evaluation image {what}", remedy, image)
 
 
@@ -39,7 +40,7 @@ def _label(split: ImageSplit, index: int) -> int | None:
 def _groups(data: ImageView) -> Iterator[list[tuple[ImageSplit, int]]]:
     by_size: dict[int, list[tuple[ImageSplit, int, str]]] = defaultdict(list)
     for split in data.splits:
-        if split.extent == HEAD:
+        if split.extent.is_short:
             return
         files = split.files
         if files is None:

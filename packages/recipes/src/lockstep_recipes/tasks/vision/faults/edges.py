@@ -17,7 +17,7 @@ from lockstep_recipes.tasks.vision.images.decode import turned
 _BETTER = 1.25
 """The outlines of a wrong target follow edges worse than those of the right one by this factor, at least."""
 _CLEAR = 1.3
-"""The strength of edges at an outline compared with that of the whole image: less is no evidence."""
+"""The strength of edges at an outline compared with that of the whole image: less is not evidence."""
 _MIRRORS = {"mirrored": 2, "upside down": 4, "turned by 180 degrees": 3}
 _SIDE = 512
 
@@ -50,7 +50,7 @@ def turned_by_exif(data: ImageView) -> Iterator[DataFinding]:
 
 def mirrored(data: ImageView) -> Iterator[DataFinding]:
     """Targets that fit a mirrored image much better, in data whose other targets fit their images."""
-    for split in data.splits:
+    for split in (one for one in data.splits if not one.extent.is_short):
         checked = []
         for one in split.facts:
             if one.error is None and one.orientation == 1 and _has_target(split, one):

@@ -35,7 +35,7 @@ def odd_format(data: ImageView) -> Iterator[DataFinding]:
 
 
 def several_frames(data: ImageView) -> Iterator[DataFinding]:
-    """Animations and stacks, of which the first frame is read."""
+    """Animations and stacks: the first frame is read, the others are not."""
     for split, one in data.facts:
         if one.frames > 1:
             what, remedy = f"the file has {one.frames} images, and only the first is read", "save each as its own file"

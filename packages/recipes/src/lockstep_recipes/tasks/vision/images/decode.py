@@ -64,17 +64,17 @@ def decode(data: bytes, *, channels: int = 3, levels: int = WHITE, where: str = 
         return turned(_to_pixels(image, channels, levels, where), orientation_of(image))
 
 
-def levels_of(pictures: Any) -> int:
+def levels_of(images: Any) -> int:
     """The value that becomes white in the grey images of 16 bits of a training set: the largest value of the number of
     bits that they use. A few images are opened, spread over the set, and more of them if one has 16 bits.
 
     Args:
-        pictures: encoded images, with a length and `read(index)`.
+        images: encoded images, with a length and `read(index)`.
     """
     highest: float = -1
-    for most in (min(_FEW, len(pictures)), min(_MANY, len(pictures))):
-        for index in (number * len(pictures) // most for number in range(most)):
-            with contextlib.suppress(DataError), opened(pictures.read(index), "") as image:
+    for most in (min(_FEW, len(images)), min(_MANY, len(images))):
+        for index in (number * len(images) // most for number in range(most)):
+            with contextlib.suppress(DataError), opened(images.read(index), "") as image:
                 if image.mode in _SIXTEEN_BIT:
                     image.load()
                     highest = max(highest, image.getextrema()[1])
