@@ -92,6 +92,7 @@ class Detection(DetectionTask):
         boxes.rare_box_class,
         edges.turned_by_exif,
         edges.mirrored,
+        edges.misfits,
     )
     kept = "detection.json"
     about_type = DetectionMetadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,17 @@ _BETTER = 1.25
 _CLEAR = 1.3
 """The strength of edges at an outline compared with that of the whole image: less is not evidence."""
 _MIRRORS = {"mirrored": 2, "upside down": 4, "turned by 180 degrees": 3}
-_SIDE = 512
+_SIDE = 256
+_LOOSE = 3
+"""Pixels by which outlines may be beside their edge."""
+_MOST = 300
+"""Images of a split that are compared, without --all."""
+_FEW = 5
+_FOLLOWS = 1.4
+"""Outlines follow edges in this data if edges are usually stronger there by this factor than at moved outlines."""
+_CHANCE = 1.15
+"""The same factor, for a target that does not fit."""
+_RARE = 0.1
 
 
 def turned_by_exif(data: ImageView) -> Iterator[DataFinding]:
@@ -30,41 +41,110 @@ def turned_by_exif(data: ImageView) -> Iterator[DataFinding]:
         same_shape = one.orientation < 5 or one.size[0] == one.size[1]
         if not same_shape:  # the shapes show which it is, and the recipe follows them
             continue
-        found = _compared(split, one.index, {"as stored": one.orientation})
-        if found is None:
+        pair = _edges_and_target(split, one.index)
+        if pair is None:
             continue
-        own, others = found
+        own, other = _at_outline(*pair), _at_outline(pair[0], turned(pair[1], one.orientation))
         image = partial(drawn, split, one.index)
         what = (
             f"EXIF data turns the image (orientation {one.orientation}), but not its {_kind(split)}, of the same shape"
         )
         remedy = "save the image upright without EXIF data, and check its annotations"
-        if others["as stored"] > _BETTER * own and others["as stored"] > _CLEAR:
+        if other > _BETTER * own and other > _CLEAR:
             what += ": its outlines fit the image as stored"
             yield DataFinding("error", "exif-turned", one.file, what, remedy, image)
-        elif own < _BETTER * others["as stored"] or own < _CLEAR:
+        elif own < _BETTER * other or own < _CLEAR:
             yield DataFinding(
                 "warning", "exif-orientation", one.file, f"{what}: which is right is unknown", remedy, image
             )
 
 
+@dataclass(frozen=True)
+class Fit:
+    """How strong the edges of an image are at the outlines of its target, compared with the whole image."""
+
+    facts: ImageFacts
+    own: float
+    mirrored: dict[str, float]
+    """The same, for the target mirrored and upside down."""
+    shifted: list[float]
+    """The same, for the target moved to the sides."""
+    is_loose: bool
+    """True if edges are near the outlines, but not at them."""
+
+    @property
+    def is_chance(self) -> bool:
+        """True if moved outlines would fit as well."""
+        return self.own < _CHANCE * float(np.mean(self.shifted)) and not self.is_loose
+
+
+def _fits(split: ImageSplit) -> list[Fit]:
+    """The fits of the opened images, computed once. Empty if outlines do not follow edges in this data."""
+    if split.extent.is_short:
+        return []
+    kept: list[Fit] | None = split.__dict__.get("fits")
+    if kept is None:
+        facts = [one for one in split.facts if one.error is None and one.orientation == 1 and _has_target(split, one)]
+        if split.extent.samples is not None:
+            facts = facts[:: max(1, -(-len(facts) // _MOST))]
+        found = [_fit(split, one) for one in facts]
+        kept = [fit for fit in found if fit is not None]
+        usual = [fit.own / max(float(np.mean(fit.shifted)), 1e-9) for fit in kept]
+        split.__dict__["fits"] = kept = kept if len(kept) >= _FEW and np.median(usual) > _FOLLOWS else []
+    return kept
+
+
+def _fit(split: ImageSplit, one: ImageFacts) -> Fit | None:
+    pair = _edges_and_target(split, one.index)
+    if pair is None:
+        return None
+    edges, target = pair
+    own = _at_outline(edges, target)
+    turns = {name: _at_outline(edges, turned(target, way)) for name, way in _MIRRORS.items()}
+    far = max(4, min(target.shape) // 8)
+    moves = [(down, across) for down in (-far, 0, far) for across in (-far, 0, far) if down or across]
+    moved = [np.roll(target, move, (0, 1)) for move in moves]
+    shifted = [_at_outline(edges, one) for one in moved]
+    is_loose = False
+    if own < _CHANCE * float(np.mean(shifted)):
+        blurred = _blurred(edges, _LOOSE)
+        is_loose = _at_outline(blurred, target) > _CHANCE * np.mean([_at_outline(blurred, one) for one in moved])
+    return Fit(one, own, turns, shifted, bool(is_loose)) if own else None
+
+
 def mirrored(data: ImageView) -> Iterator[DataFinding]:
     """Targets that fit a mirrored image much better, in data whose other targets fit their images."""
-    for split in (one for one in data.splits if not one.extent.is_short):
-        checked = []
-        for one in split.facts:
-            if one.error is None and one.orientation == 1 and _has_target(split, one):
-                found = _compared(split, one.index, _MIRRORS)
-                checked += [] if found is None else [(one, *found)]
-        if len(checked) < 5 or np.median([own for _, own, _ in checked]) < _CLEAR:
+    for split in data.splits:
+        for fit in _fits(split):
+            if way := _mirror(fit):
+                what, remedy = (
+                    f"the {_kind(split)} fit the image only if they are {way}",
+                    "turn the annotation, or the image",
+                )
+                image = partial(drawn, split, fit.facts.index)
+                yield DataFinding("error", "mirrored-target", fit.facts.file, what, remedy, image)
+
+
+def _mirror(fit: Fit) -> str | None:
+    """How the target must be turned to fit its image. None: it fits as it is, or no turn helps."""
+    way = max(fit.mirrored, key=fit.mirrored.__getitem__)
+    best = fit.mirrored[way]
+    return way if fit.is_chance and best > _BETTER * fit.own and best > max(fit.shifted) else None
+
+
+def misfits(data: ImageView) -> Iterator[DataFinding]:
+    """Targets whose outlines are no closer to edges than if they were moved: of a different image, or shifted."""
+    for split in data.splits:
+        fits = _fits(split)
+        odd = [fit for fit in fits if fit.is_chance and fit.own < max(fit.shifted)]
+        odd = [fit for fit in odd if _mirror(fit) is None]
+        if len(odd) > _RARE * len(fits):
             continue
-        usual = float(np.median([own for _, own, _ in checked]))
-        for one, own, others in checked:
-            way = max(others, key=others.__getitem__)
-            if others[way] > max(_CLEAR, 0.8 * usual) and others[way] > 1.5 * own and own < 0.75 * usual:
-                what = f"the {_kind(split)} fit the image only if they are {way}"
-                remedy = "turn the annotation, or the image"
-                yield DataFinding("error", "mirrored-target", one.file, what, remedy, partial(drawn, split, one.index))
+        for fit in odd:
+            what = f"the outlines of the {_kind(split)} do not follow the image, as those of the others do"
+            remedy = "do they belong to a different image, or are they shifted? Look at it"
+            image = partial(drawn, split, fit.facts.index)
+            yield DataFinding("warning", "misfit-target", fit.facts.file, what, remedy, image)
 
 
 def _kind(split: ImageSplit) -> str:
@@ -94,8 +174,8 @@ def target_map(split: ImageSplit, index: int) -> Array | None:
     return drawn_boxes
 
 
-def _compared(split: ImageSplit, index: int, ways: dict[str, int]) -> tuple[float, dict[str, float]] | None:
-    """The strength of edges at the outlines, for the target as it is and turned. None: nothing can be compared."""
+def _edges_and_target(split: ImageSplit, index: int) -> tuple[Array, Array] | None:
+    """The strength of edges and the target, at a smaller size. None: they cannot be compared."""
     target = target_map(split, index)
     try:
         pixels = split.pixels(index)
@@ -103,23 +183,23 @@ def _compared(split: ImageSplit, index: int, ways: dict[str, int]) -> tuple[floa
         return None
     if target is None or target.shape != pixels.shape[:2]:
         return None
-    step = max(1, -(-max(target.shape) // _SIDE))
-    edges = _strength(pixels[::step, ::step].mean(axis=2))
-    small = target[::step, ::step]
-    at = [_at_outline(edges, small)]
-    for orientation in ways.values():
-        changed = turned(small, orientation)
-        at.append(_at_outline(edges, changed) if changed.shape == small.shape else 0.0)
-    return (at[0], dict(zip(ways, at[1:], strict=True))) if at[0] or any(at[1:]) else None
+    step = max(1, round(max(target.shape) / _SIDE))
+    return _strength(pixels[::step, ::step].mean(axis=2)), target[::step, ::step]
 
 
 def _strength(grey: Array) -> Array:
-    """The size of the gradient, smoothed over the neighbours, divided by its mean."""
+    """The size of the gradient, averaged over neighbours and divided by its mean."""
     down, across = np.abs(np.diff(grey, axis=0, append=grey[-1:])), np.abs(np.diff(grey, axis=1, append=grey[:, -1:]))
-    found = down + across
-    padded = np.pad(found, 1, mode="edge")
-    smooth = sum(padded[y : y + grey.shape[0], x : x + grey.shape[1]] for y in range(3) for x in range(3))
-    result: Array = smooth / max(float(smooth.mean()), 1e-9)
+    found = _blurred(down + across, 1)
+    return found / max(float(found.mean()), 1e-9)
+
+
+def _blurred(values: Array, radius: int) -> Array:
+    """The means over squares around each value."""
+    width = 2 * radius + 1
+    padded = np.pad(values, radius, mode="edge")
+    lines = sum(padded[place : place + values.shape[0]] for place in range(width))
+    result: Array = sum(lines[:, place : place + values.shape[1]] for place in range(width)) / width**2
     return result
 
 

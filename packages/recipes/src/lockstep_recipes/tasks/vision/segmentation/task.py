@@ -90,6 +90,7 @@ class Segmentation(SegmentationTask):
         masks.other_palette,
         edges.turned_by_exif,
         edges.mirrored,
+        edges.misfits,
     )
     kept = "segmentation.json"
     about_type = SegmentationMetadata
