@@ -26,6 +26,8 @@ _LOOSE = 3
 _MOST = 300
 """Images of a split that are compared, without --all."""
 _FEW = 5
+_SHORT = 40
+"""Pixels of an outline that are too few for a judgement."""
 _FOLLOWS = 1.4
 """Outlines follow edges in this data if edges are usually stronger there by this factor than at moved outlines."""
 _CHANCE = 1.15
@@ -99,6 +101,8 @@ def _fit(split: ImageSplit, one: ImageFacts) -> Fit | None:
     if pair is None:
         return None
     edges, target = pair
+    if (target[1:] != target[:-1]).sum() + (target[:, 1:] != target[:, :-1]).sum() < _SHORT:
+        return None
     own = _at_outline(edges, target)
     turns = {name: _at_outline(edges, turned(target, way)) for name, way in _MIRRORS.items()}
     far = max(4, min(target.shape) // 8)
