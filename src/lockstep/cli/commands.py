@@ -94,7 +94,8 @@ class CommandGroup(TyperGroup):
                 raise UsageError(what, where=option, remedy=f"{remedy}{ctx.command_path} {word} ...") from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        rows = {name: one for name in self.list_commands(ctx) if not (one := self.get_command(ctx, name)).hidden}
+        commands: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = {name: one for name, one in commands.items() if not one.hidden}
         wide = max(map(len, rows))
         for heading, names in self._by_heading().items():
             with formatter.section(heading):

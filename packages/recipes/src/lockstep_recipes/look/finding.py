@@ -57,7 +57,10 @@ HEAD, SAMPLE, ALL = Extent(24, 3 << 20), Extent(1000), Extent()
 class Lookable(Protocol):
     """A task whose data can be looked at."""
 
-    finders: Sequence[Finder]
+    @property
+    def finders(self) -> Sequence[Finder]:
+        """A function for each fault."""
+        ...
 
     def data_to_look_at(self, extent: Extent) -> Any:
         """What the finders get. Nothing is opened here: the data opens samples when a finder asks for them.

@@ -41,7 +41,7 @@ def to_html(name: str, found: Sequence[Fault], facts: Iterable[str]) -> str:
 def _section(fault: Fault) -> Markup:
     kind = "error" if fault.is_error else "warning"
     title = element("h2", f"{fault.first.code} ", element("span", kind, class_="fault" if fault.is_error else "open"))
-    figures = []
+    figures: list[Markup] = []
     for finding in (one for one in fault.findings if one.image is not None):
         if len(figures) == _IMAGES:
             break

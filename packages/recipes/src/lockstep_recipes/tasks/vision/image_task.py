@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class ImageTask(MetadataTask):
         cache: options of the disk cache of decoded images (`data.cache`).
     """
 
-    finders: ClassVar[tuple[Finder, ...]] = (
+    finders: tuple[Finder, ...] = (
         files.refused,
         files.unreadable,
         files.blank,

@@ -224,7 +224,8 @@ class DetectionPresenter(ImagePresenter):
                 f"evaluation: an image has {task.most_counted:,} objects of a class, so as many boxes count; by COCO's "
                 f"rules it would be {MOST_COUNTED}, and no detector could find the others"
             )
-        data, most = task.eval_data(), task.options.most_boxes
+        data: Any = task.eval_data()
+        most = task.options.most_boxes
         if data is not None and (largest := int(data.counts.max(initial=0))) > most:
             share = float(np.minimum(data.counts, most).sum() / data.counts.sum())
             what = f"an image has {largest:,} boxes, but a prediction at most task.most_boxes={most}"

@@ -307,7 +307,6 @@ class Detection(DetectionTask):
 
     @cached_property
     def most_counted(self) -> int:
-        """The boxes of a class that count in an image: 100 by COCO's rules, or as many as an evaluation image has."""
         data = self._eval
         if data is None:
             return MOST_COUNTED

@@ -19,22 +19,21 @@ _MIXED = 0.8
 
 def rare_class(data: ImageView) -> Iterator[DataFinding]:
     """Classes with one training image, and classes that only the evaluation has."""
-    labelled = [split for split in data.splits if split.labels is not None]
-    if not labelled or labelled[0].name != "training":
+    labelled = [(split, split.labels) for split in data.splits if split.labels is not None]
+    if not labelled or labelled[0][0].name != "training":
         return
-    counts = np.bincount(labelled[0].labels[labelled[0].labels >= 0], minlength=len(data.classes))
-    held = np.zeros_like(counts)
-    if len(labelled) > 1:
-        held = np.bincount(labelled[1].labels[labelled[1].labels >= 0], minlength=len(data.classes))
+    numbers = [np.bincount(labels[labels >= 0], minlength=len(data.classes)) for _, labels in labelled]
     for number, name in enumerate(data.classes):
-        if counts[number] == 1 and len(labelled[0]) > len(data.classes):
-            file = labelled[0].pictures.where(int(np.flatnonzero(labelled[0].labels == number)[0]))
+        files = [
+            split.pictures.where(int(np.flatnonzero(labels == number)[0])) if counts[number] else ""
+            for (split, labels), counts in zip(labelled, numbers, strict=True)
+        ]
+        if numbers[0][number] == 1 and len(labelled[0][0]) > len(data.classes):
             remedy = "add images of this class, join it with a similar one, or remove it. Is its name misspelt?"
-            yield DataFinding("warning", "one-sample", file, f"the only training image of class {name!r}", remedy)
-        elif not counts[number] and held[number]:
-            file = labelled[1].pictures.where(int(np.flatnonzero(labelled[1].labels == number)[0]))
+            yield DataFinding("warning", "one-sample", files[0], f"the only training image of class {name!r}", remedy)
+        elif not numbers[0][number] and len(files) > 1 and files[1]:
             what = f"class {name!r} has evaluation images, but no training image"
-            yield DataFinding("error", "never-trained", file, what, "train with images of this class", None)
+            yield DataFinding("error", "never-trained", files[1], what, "train with images of this class")
 
 
 def given_away(data: ImageView) -> Iterator[DataFinding]:

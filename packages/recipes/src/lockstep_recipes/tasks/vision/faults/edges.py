@@ -112,8 +112,9 @@ def _fit(split: ImageSplit, one: ImageFacts) -> Fit | None:
     is_loose = False
     if own < _CHANCE * float(np.mean(shifted)):
         blurred = _blurred(edges, _LOOSE)
-        is_loose = _at_outline(blurred, target) > _CHANCE * np.mean([_at_outline(blurred, one) for one in moved])
-    return Fit(one, own, turns, shifted, bool(is_loose)) if own else None
+        chance = float(np.mean([_at_outline(blurred, one) for one in moved]))
+        is_loose = _at_outline(blurred, target) > _CHANCE * chance
+    return Fit(one, own, turns, shifted, is_loose) if own else None
 
 
 def mirrored(data: ImageView) -> Iterator[DataFinding]:
@@ -202,8 +203,8 @@ def _blurred(values: Array, radius: int) -> Array:
     """The means over squares around each value."""
     width = 2 * radius + 1
     padded = np.pad(values, radius, mode="edge")
-    lines = sum(padded[place : place + values.shape[0]] for place in range(width))
-    result: Array = sum(lines[:, place : place + values.shape[1]] for place in range(width)) / width**2
+    lines = np.add.reduce([padded[place : place + values.shape[0]] for place in range(width)])
+    result: Array = np.add.reduce([lines[:, place : place + values.shape[1]] for place in range(width)]) / width**2
     return result
 
 

@@ -32,7 +32,8 @@ class ImageFacts:
     index: int
     """The sample of its split."""
     file: str
-    bytes: int
+    length: int
+    """Bytes of the file."""
     digest: bytes
     """Of the whole file."""
     error: str | None = None
@@ -95,7 +96,7 @@ class ImageSplit:
         for index in map(int, self.opened):
             one = facts_of(self.pictures, index)
             found.append(one)
-            left = None if left is None else left - one.bytes
+            left = None if left is None else left - one.length
             if left is not None and left < 0:
                 break
         return found

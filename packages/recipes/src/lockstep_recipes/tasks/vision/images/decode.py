@@ -77,7 +77,7 @@ def levels_of(images: Any) -> int:
             with contextlib.suppress(DataError), opened(images.read(index), "") as image:
                 if image.mode in _SIXTEEN_BIT:
                     image.load()
-                    highest = max(highest, image.getextrema()[1])
+                    highest = max(highest, float(np.asarray(image).max()))
         if highest < 0:
             return WHITE
     return next((white for white in _RANGES if highest <= white), WHITE)

@@ -59,8 +59,8 @@ class MaskLookup:
         self.table = table
         by_color = palette is not None and table.masks is None and not self._has_colors
         self.named_palette = palette if by_color else None
-        known = self.named_palette or {}
-        self.palette = {entry.id: known[entry.name] for entry in table.classes if entry.name in known}
+        named = self.named_palette or {}
+        self.palette = {entry.id: named[entry.name] for entry in table.classes if entry.name in named}
         numbers = class_numbers(table, names)
         known = [*zip(table.classes, numbers, strict=True), *((entry, IGNORED) for entry in table.ignored)]
         ids = {entry.id: number for entry, number in known if entry.color is None or entry.id >= 0}
