@@ -19,6 +19,7 @@ from lockstep_recipes.tasks.readers.labels import split as split_labels
 from lockstep_recipes.tasks.vision.classification.models import median_side, models_for, size_for
 from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
 from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter, ClassificationTask, Sample
+from lockstep_recipes.tasks.vision.faults import classes
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
@@ -62,6 +63,7 @@ class Classification(ClassificationTask):
     """
 
     presenter = ClassificationPresenter
+    finders = (*ClassificationTask.finders, classes.rare_class, classes.given_away)
     kept = "classification.json"
     about_type = ClassificationMetadata
 
@@ -88,6 +90,7 @@ class Classification(ClassificationTask):
             side = _DIGITS_SIZE if digits else median_side(records)
         return self.described(
             pixels,
+            records,
             classes=classes,
             counts=[counts.get(name, 0) for name in classes],
             size=_DIGITS_SIZE if digits else size_for(side) if by_data and side else pixels.size,
@@ -122,12 +125,16 @@ class Classification(ClassificationTask):
             return None, None  # the source does not have to be read again
         return self._rows(self._records(self.train_source, "train", None))
 
+    def read(self, source: str, split: Literal["train", "eval"], names: list[str] | None) -> Any:
+        records = self._records(source, split, names)
+        return records if isinstance(records, Digits) else DecodedImages(records, channels=self.options.channels)
+
     def _data(self, source: str, split: Literal["train", "eval"], rows: Any = None) -> Digits | DecodedImages:
         records = self._records(source, split, self.classes)
         if isinstance(records, Digits):
             return records
         records = records if rows is None else records.part(rows)
-        return DecodedImages(records, channels=self.options.channels, cache=self.cache)
+        return DecodedImages(records, channels=self.options.channels, levels=self.about.levels, cache=self.cache)
 
     @cached_property
     def _train(self) -> Digits | DecodedImages:
@@ -185,7 +192,7 @@ class Classification(ClassificationTask):
         if isinstance(pixels, bytes):
             # Files to predict are not cached: reduce them as the cache reduces training images.
             side = self.cache.shorter_side if self.cache else None
-            pixels = reduced(decode(pixels, channels=options.channels), side)
+            pixels = reduced(decode(pixels, channels=options.channels, levels=self.about.levels), side)
         picture = AnnotatedImage(pixels) if isinstance(pixels, Tensor) else AnnotatedImage.from_pixels(pixels)
         if training:
             picture = train_image(picture, options.size_at(epoch, default), self.decided.augment)

@@ -16,6 +16,7 @@ from lockstep.drawing import diagrams, drawing
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.detection import program
 from lockstep_recipes.tasks.vision.detection.matching import Matched, match
+from lockstep_recipes.tasks.vision.detection.options import MOST_COUNTED
 from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
@@ -49,7 +50,7 @@ class DetectionPresenter(ImagePresenter):
         sources = [RunSource(task.train_source, "train", options.images)]
         if task.eval_source is not None:
             sources.insert(0, RunSource(task.eval_source, "eval", options.eval_images or options.images))
-        found = coco_inputs(arguments, sources=sources, channels=options.channels)
+        found = coco_inputs(arguments, sources=sources, channels=options.channels, levels=self.task.about.levels)
         self._numbers = found.numbers
         return found
 
@@ -220,8 +221,20 @@ class DetectionPresenter(ImagePresenter):
         return lines + [f"  {note}" for note in data.notes]
 
     def of_evaluation(self) -> list[str]:
-        tile = self.task.options.tile
-        return [f"evaluation: images larger than {tile} pixels are split into tiles"] if tile else []
+        task, tile = self.task, self.task.options.tile
+        lines = [f"evaluation: images larger than {tile} pixels are split into tiles"] if tile else []
+        if task.most_counted > MOST_COUNTED:
+            lines.append(
+                f"evaluation: an image has {task.most_counted:,} objects of a class, so as many boxes count; by COCO's "
+                f"rules it would be {MOST_COUNTED}, and no detector could find the others"
+            )
+        data: Any = task.eval_data()
+        most = task.options.most_boxes
+        if data is not None and (largest := int(data.counts.max(initial=0))) > most:
+            share = float(np.minimum(data.counts, most).sum() / data.counts.sum())
+            what = f"an image has {largest:,} boxes, but a prediction at most task.most_boxes={most}"
+            lines.append(f"WARNING: evaluation: {what}: the recall cannot exceed {share:.3f}. Increase it")
+        return lines
 
     def program(self, model: nn.Module) -> Program:
         """Boxes, scores and labels in squares: see `detection.program`."""

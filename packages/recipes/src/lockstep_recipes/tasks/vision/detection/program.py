@@ -20,6 +20,11 @@ class DetectionTask(ImageTask):
         """The object that makes the model, and computes its losses and boxes."""
         raise NotImplementedError
 
+    @property
+    def most_counted(self) -> int:
+        """The boxes of a class that count in an image: 100 by COCO's rules, or as many as an evaluation image has."""
+        raise NotImplementedError
+
     def true_boxes(self, image_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """The true boxes of an evaluation image: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
         (n), and whether each is a crowd (n). None if there is no such image."""

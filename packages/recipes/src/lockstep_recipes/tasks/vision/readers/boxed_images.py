@@ -14,6 +14,7 @@ import numpy.typing as npt
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
+from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep_recipes.tasks.vision.readers.box_layouts import AnnotationLayout, evaluation_part, find_layout
@@ -59,7 +60,7 @@ class BoxedImages(ImageDataset):
         images: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without a number.
-        kept: `channels`, `cache` and `notes` of `ImageDataset`.
+        kept: `channels`, `levels`, `cache` and `notes` of `ImageDataset`.
     """
 
     sample_labels = None  # an image itself has no label: `labels` are those of the boxes
@@ -155,6 +156,7 @@ def read_boxed_images(
     *,
     classes: Sequence[str] | None = None,
     cache: CacheOptions | None = None,
+    checked: bool = True,
 ) -> BoxedImages:
     """The images of a source, with boxes. No image is decoded here.
 
@@ -167,10 +169,11 @@ def read_boxed_images(
 
     Args:
         split: the split to read if a source has several.
-        options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
+        options: its `images` and `eval_images`, `on_bad_boxes`, `difficult`, `channels` and `levels`.
         classes: the class names of the training data, or of the config; class numbers are indices into this list. None:
             the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
         cache: options of the disk cache of decoded images.
+        checked: whether bad boxes are an error, or are left out. Otherwise they are returned.
 
     Raises:
         DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
@@ -182,13 +185,16 @@ def read_boxed_images(
     annotations = _read(layout, key=key, classes=classes, difficult=options.difficult)
     pictures = picture_files(annotations, layout.images, key)
     annotations = _with_sizes(annotations, pictures)
-    check_meaning(annotations, on_bad)
-    annotations, notes = check_boxes(annotations, on_bad)
+    notes: list[str] = []
+    if checked:
+        check_meaning(annotations, on_bad)
+        annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
         raise DataError(f"{key} does not contain any boxes", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
     numbers = _class_numbers(annotations, names)
-    kept = {"channels": options.channels, "cache": cache, "notes": (*annotations.notes, *notes)}
+    kept: dict[str, Any] = {"channels": options.channels, "levels": options.levels or WHITE}
+    kept |= {"cache": cache, "notes": (*annotations.notes, *notes)}
     return BoxedImages(annotations, pictures, classes=names, numbers=numbers, **kept)
 
 
@@ -199,7 +205,7 @@ def _read(layout: AnnotationLayout, *, key: str, classes: Sequence[str] | None, 
         where, stems = layout.annotations, layout.stems
         return read_voc(where, layout.images, stems=stems, classes=classes, difficult=difficult)
     names = classes if layout.names is None else layout.names
-    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
+    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders, keypoints=layout.keypoints)
 
 
 def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFiles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import SKIP, DataError, number_of
 from lockstep_recipes.tasks.vision.images.cache import DecodedCache, reduced_size
+from lockstep_recipes.tasks.vision.images.decode import WHITE, opened, orientation_of, turned
 from lockstep_recipes.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import picture_files
@@ -27,6 +28,7 @@ from lockstep_recipes.tasks.vision.readers.image_table import IMAGE, data_set_im
 from lockstep_recipes.tasks.vision.readers.mask_files import EncodedMasks, Masks
 from lockstep_recipes.tasks.vision.readers.mask_layouts import class_file, foreign_files, inner_part, is_coco
 from lockstep_recipes.tasks.vision.readers.mask_lookup import IGNORED, MaskLookup
+from lockstep_recipes.tasks.vision.readers.mask_pairs import ARRAYS, read_mask_folder
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
@@ -73,7 +75,7 @@ class MaskedImages(ImageDataset):
         masks: a mask for each. None: the images have none.
         classes: the names of the classes, by number.
         colors: a colour to draw each class. None: the colours of the first mask's palette, or default ones.
-        channels, cache, notes: as for `ImageDataset`. Images and masks share the limit of the cache.
+        channels, levels, cache, notes: as for `ImageDataset`. Images and masks share the limit of the cache.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class MaskedImages(ImageDataset):
         *,
         colors: Sequence[Color],
         channels: int = 3,
+        levels: int = WHITE,
         cache: CacheOptions | None = None,
         notes: Sequence[str] = (),
     ) -> None:
@@ -91,8 +94,11 @@ class MaskedImages(ImageDataset):
         limit = None if cache is None else cache.limit_bytes
         each = None if limit is None else limit // (channels + (kept is not None))
         own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
-        super().__init__(images, channels=channels, cache=own, notes=notes)
+        super().__init__(images, channels=channels, levels=levels, cache=own, notes=notes)
         self.masks, self.classes, self.colors = masks, list(classes), list(colors)
+        lookup = masks.lookup if isinstance(masks, EncodedMasks) else None
+        self.palette = None if lookup is None else lookup.named_palette
+        """The colour of each class in the palette of the first mask. None: it has no palette, or not such colours."""
         self.shorter_side = None if cache is None else cache.shorter_side
         self.mask_cache: DecodedCache | None = None
         """The cache of masks. None: there is no cache, or there are more than 255 classes."""
@@ -112,9 +118,17 @@ class MaskedImages(ImageDataset):
         if self.masks is None:
             return MaskedImage(pixels, None, name)
         mask = self._mask(self.masks, index)
+        if mask.shape != pixels.shape[:2] and mask.shape == pixels.shape[1::-1]:
+            mask = turned(mask, self._sideways(index))
         if mask.shape != pixels.shape[:2]:
             raise self._wrong_size(index, mask.shape, pixels.shape[:2])
         return MaskedImage(pixels, mask, name)
+
+    def _sideways(self, index: int) -> int:
+        """The EXIF orientation that turns an image on its side, for a mask that was drawn before. 1: there is none."""
+        with opened(self.pictures.read(index), self.where(index)) as image:
+            orientation = orientation_of(image)
+        return orientation if orientation >= 5 and isinstance(self.masks, EncodedMasks) else 1
 
     def _mask(self, masks: Masks, index: int) -> npt.NDArray[np.int16]:
         """The mask of an image, reduced like the cache reduces images."""
@@ -162,7 +176,8 @@ class MaskedImages(ImageDataset):
         wrong = [index for index, picture, mask in sizes if picture != mask]
         for index in wrong:
             picture = mask_files.size_of(self.pictures, index, whole=True)
-            if (mask := self.masks.read(index).shape) != picture:
+            mask = self.masks.read(index).shape
+            if mask != picture and (mask != picture[::-1] or self._sideways(index) == 1):
                 raise self._wrong_size(index, mask, picture, others=len(wrong) - 1)
 
     def _wrong_size(self, index: int, mask: tuple[int, ...], image: tuple[int, ...], *, others: int = 0) -> DataError:
@@ -222,6 +237,7 @@ def read_masked_images(
     options: SegmentationOptions,
     *,
     names: Sequence[str] | None = None,
+    palette: Mapping[str, Color] | None = None,
     cache: CacheOptions | None = None,
 ) -> MaskedImages:
     """The images of a source, with masks.
@@ -236,11 +252,12 @@ def read_masked_images(
 
     Args:
         split: the split to read if the source has several and does not name one.
-        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset` and `channels`. Without
+        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset`, `channels`, `levels`. Without
             `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the split or its
             parent; for COCO files, `background` (pixels without annotation) and the categories.
         names: the class names of the training data, for evaluation data: class numbers are indices into this list.
             None: the classes of the source.
+        palette: the colour of each class in the palettes of the training masks. None: those of the first mask.
         cache: options of the disk cache of decoded images and masks. Evaluation data is never reduced to
             `shorter_side`, because it is evaluated at its original size.
 
@@ -257,25 +274,28 @@ def read_masked_images(
         pictures: EncodedImages = picture_files(found, layout.images, key)
         masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, images=pictures), found.notes
     else:
-        pictures, files, folder = _files(source, split, options)
+        pictures, files, folder, pairs = _files(source, split, options)
         classes, foreign = options.classes, list[str]()
         if classes is None and folder is not None:
             classes, foreign = class_file(folder, path), foreign_files(folder, path)
         foreign = [
             f"{file} describes the folders of a data set but does not name classes: it is not used" for file in foreign
         ]
-        notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, ImageFiles))
-        notes = (*notes, *(f"note: {text}" for text in foreign))
-        if classes is None and (second := _second_of_two_ids(files)) is not None:
+        notes = left_out_below(one.root for one in (pictures,) if isinstance(one, ImageFiles))
+        notes += left_out_below((one.root for one in (files,) if isinstance(one, ImageFiles)), labels=ARRAYS)
+        notes = (*notes, *pairs, *(f"note: {text}" for text in foreign))
+        if classes is None and (second := mask_files.second_of_two_ids(files)) is not None:
             classes = {"background": 0, "object": second}
             what = f"no classes are named, and the first masks of data.{split} contain two ids"
             notes = (*notes, f"{what}: using task.classes='{{background: 0, object: {second}}}'")
         table = _table(classes, options.ignore, files=files, key=key, foreign=foreign)
-        masks = EncodedMasks(files, MaskLookup(table, names))
+        lookup = MaskLookup(table, names, palette or mask_files.first_palette(files, table))
+        masks, notes = EncodedMasks(files, lookup), (*notes, *mask_files.saved_as_rgb(files, lookup))
     if cache is not None and split == "eval":
         cache = replace(cache, shorter_side=None)
     own = table.names if names is None else names
-    kept: dict[str, Any] = {"channels": options.channels, "cache": cache, "notes": notes}
+    kept: dict[str, Any] = {"channels": options.channels, "levels": options.levels or WHITE}
+    kept |= {"cache": cache, "notes": notes}
     return MaskedImages(pictures, masks, own, colors=_colors(table, masks, names), **kept)
 
 
@@ -293,20 +313,21 @@ def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequ
 
 
 def masked_inputs(
-    arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3
+    arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3, levels: int = WHITE
 ) -> MaskedImages:
     """Images to predict, without masks: files, folders, patterns and tar shards.
 
     Args:
         arguments: see `unlabelled_images`.
-        classes, colors: those of the training data.
+        classes, colors, levels: those of the training data.
 
     Raises:
         DataError: shards and files are mixed.
         UsageError: an argument does not name anything.
     """
     records = image_records.unlabelled_images(arguments)
-    return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
+    kept: dict[str, Any] = {"channels": channels, "levels": levels, "notes": records.notes}
+    return MaskedImages(records.pictures, None, classes, colors=colors, **kept)
 
 
 def _table(
@@ -319,31 +340,29 @@ def _table(
         files_of_classes = f"a file, or {class_table.CLASS_FILES[0]} next to the masks"
         remedy = f"name the classes: task.classes='[background, object]', {files_of_classes}"
         seen = seen if ids else "the masks are colour images"
-        what = "; ".join(("the class names are unknown", seen, *foreign))
+        rare = mask_files.rare_id(files)
+        what = "; ".join(("the class names are unknown", seen, *([rare] if ids and rare else []), *foreign))
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
 
 
-def _second_of_two_ids(files: EncodedImages) -> int | None:
-    """1 or 255 if the first masks contain only 0 and this id, as most masks of one class do. Otherwise None."""
-    ids = mask_files.ids_in(files)
-    return ids[1] if ids in ([0, 1], [0, 255]) else None
-
-
-def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[EncodedImages, EncodedImages, Path | None]:
-    """The images of a folder or a data set, the files of their masks, and their folder."""
+def _files(
+    source: str, split: Split, options: SegmentationOptions
+) -> tuple[EncodedImages, EncodedImages, Path | None, tuple[str, ...]]:
+    """The images of a folder or a data set, the files of their masks, their folder, and notes."""
     path, columns = Path(source), options.columns
     if path.is_dir() and not image_records.is_saved_data_set(path):
         folder = image_records.part_of_folder(path, split) or path
-        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
+        images, masks, notes = read_mask_folder(folder, inner_part(folder, split))
+        return images, masks, folder, notes
     remedy = "Give a folder with images/ and masks/, or a COCO file (.json)"
     data, name = image_records.open_data_set(source, split, options.subset, what="images with masks", remedy=remedy)
     mask = image_column(data, columns.mask, role="mask", usual_names=MASK_COLUMNS, name=name)
     image = image_column(data, columns.image, role="image", usual_names=IMAGE, name=name, other=mask)
     if not len(data):
         raise DataError(f"data.{split} contains no images", where=source, remedy="give a source with images")
-    return data_set_images(data, image, name=name), data_set_images(data, mask, name=name), None
+    return data_set_images(data, image, name=name), data_set_images(data, mask, name=name), None, ()
 
 
 def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> list[Color]:
