@@ -8,6 +8,9 @@ from pydantic import Field
 
 from lockstep.core.config.config_section import Section
 
+MISSING = ("NA", "N/A", "n/a", "#N/A", "<NA>", "nan", "NaN", "NAN", "-nan", "NaT", "NULL", "Null", "null", "None")
+"""Fields of a CSV file without a value, as pandas and databases write them."""
+
 
 class TaskOptions(Section):
     """Base of the options of a task.
@@ -58,6 +61,9 @@ class TableOptions(TaskOptions):
     None: `none` for .tsv, `minimal` for .csv.
     """
 
+    missing: tuple[str, ...] = MISSING
+    """Fields of a CSV file that contain no value. Without any (`[]`), `None` may be a class."""
+
     def of_csv(self) -> dict[str, Any]:
         """These options, as `lockstep_recipes.tasks.readers.table.Source` takes them."""
-        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting}
+        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting, "missing": self.missing}

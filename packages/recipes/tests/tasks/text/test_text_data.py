@@ -249,6 +249,8 @@ def test_a_pair_is_empty_only_where_both_texts_are(lines):
         (["a", None], {}, "no label in column 'label': None", "fill in the label"),
         (["a", ""], {}, "no label in column 'label': ''", "fill in the label"),
         (["a", ["b"]], {}, "the label is a list", "task.multi_label=true"),
+        (["a", "['x', 'y']"], {}, "the label is a list as text: \"['x', 'y']\"", "task.multi_label=true"),
+        (["a", "['x' 'y']"], {}, "the label is a list as text", "task.multi_label=true"),
         (["a", 3], {"multi_label": True}, "the labels are 3", "text with ',' between labels"),
     ],
 )
@@ -259,6 +261,52 @@ def test_a_label_that_cannot_be_used_raises_with_file_and_line(lines, labels, op
     assert caught.value.where == f"{source.name}:3"
     assert what in caught.value.what
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("label", "names"),
+    [
+        ("['x', 'y']", ["x", "y"]),
+        ("['x' 'y']", ["x", "y"]),
+        ("['x'\n \"it's\"]", ["it's", "x"]),
+        ('["x", "null"]', ["null", "x"]),
+        ("('x',)", ["x"]),
+        ("{'y', 'x'}", ["x", "y"]),
+        ("[1, 2]", ["1", "2"]),
+        ("[x, y]", ["x", "y"]),
+        ("[]", []),
+        ("x, y", ["x", "y"]),
+    ],
+)
+def test_a_list_that_was_written_as_text_is_a_list(lines, label, names):
+    texts = read_texts(lines(labelled([label, "z"])), multi_label=True)
+    assert texts.names == sorted([*names, "z"])
+    assert texts.codes.sum(axis=1).tolist() == [len(names), 1]
+    noted = any("lists that were written as text" in note for note in texts.notes)
+    assert noted == (label not in ("[x, y]", "[]", "x, y"))
+
+
+def test_fields_of_a_csv_without_a_value_are_no_labels_and_no_texts(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\na,x\nb,None\nc,nan\nd,y\n")
+    with pytest.raises(DataError, match="no label in column 'label': None; 2 of 4 rows have none") as caught:
+        read_texts(Source(str(path)))
+    assert caught.value.where == f"{path}:3"
+    assert "task.missing=[]" in caught.value.remedy
+    texts = read_texts(Source(str(path), missing=()))
+    assert texts.names == ["None", "nan", "x", "y"]
+    path.write_text("text,label\na,x\nNA,y\n")
+    with pytest.raises(DataError, match="1 empty texts") as caught:
+        read_texts(Source(str(path)))
+    assert "task.missing=[]" in caught.value.remedy
+    texts = read_texts(Source(str(path)), empty="drop")
+    assert (len(texts), texts.notes) == (
+        1,
+        ["read as missing: column 'text': 'NA' (1 times); task.missing=[] keeps them as values"],
+    )
+    path = tmp_path / "a.jsonl"  # JSON has null
+    path.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "None"}\n')
+    assert read_texts(Source(str(path))).names == ["None", "x"]
 
 
 def test_a_class_that_is_not_known_is_no_label(tmp_path):

@@ -19,7 +19,7 @@ from lockstep_recipes.tasks.readers.table import Source, Table, place
 from lockstep_recipes.tasks.text.columns import Columns, read
 from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
 
-_FORMAT = 2  # of the cached files; files of a different format are not used
+_FORMAT = 3  # of the cached files; files of a different format are not used
 _BLOCK = 4096  # texts to tokenise at a time
 
 
@@ -132,6 +132,8 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     if blank and options.empty == "raise":
         what = f"{len(blank)} empty texts in column {' + '.join(columns.text)}; this is the first"
         remedy = "fill or remove these rows, or set task.empty=drop to leave them out"
+        if any(rows.columns[name][blank[0]] is None for name in columns.text):
+            remedy += "; task.missing=[] keeps texts such as NA and None"
         raise DataError(what, where=rows.where(blank[0]), remedy=remedy)
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
@@ -144,8 +146,12 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     def where(number: int) -> str:
         return rows.where(kept[number])
 
+    notes = rows.notes
     if options.multi_label:
         separator = options.label_separator
+        if any(isinstance(value, str) and labels.written_list(value) for value in values):
+            what = f"column {columns.label!r} has lists that were written as text"
+            notes = (*notes, f"{what}, such as \"['a', 'b']\"; they are read as lists")
         names, codes = labels.multiple_labels(values, classes, separator=separator, where=where)
     else:
         names, codes = labels.single_labels(values, classes, column=columns.label, where=where)
@@ -158,7 +164,7 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     np.save(folder / "codes.npy", codes)
     text, by_line = list(columns.text), rows.lines is not None
     roles = {"text": text, "pair": columns.pair, "label": columns.label, "by_line": by_line}
-    about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": rows.notes}
+    about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": notes}
     (folder / "about.json").write_text(json.dumps(about))
 
 

@@ -395,6 +395,15 @@ def table(folder, *rows, header="path,label"):
     return put(folder / "table.csv", "\n".join([header, *rows]).encode())
 
 
+def test_paths_with_backslashes_are_read_with_a_note(folder):
+    path = table(folder, r"cat\0.jpg,cat", "cat/3.jpg,cat", r"dog\1.jpg,dog")
+    data = read(path)
+    assert [data[index].data for index in range(3)] == [
+        (folder / name).read_bytes() for name in ("cat/0.jpg", "cat/3.jpg", "dog/1.jpg")
+    ]
+    assert data.notes == (r"2 paths have backslashes, which are read as slashes, such as cat\0.jpg",)
+
+
 def test_faults_of_tables(folder):
     path = folder / "table.csv"
     table(folder, "cat/0.jpg,cat", "cat/1.jpg,cat", "dog/2.jpg,dog")

@@ -13,7 +13,7 @@ import yaml
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.readers.encodings import read_text
-from lockstep_recipes.tasks.readers.input_files import find_files
+from lockstep_recipes.tasks.readers.input_files import find_files, with_slashes
 from lockstep_recipes.tasks.readers.yaml_names import load_names
 from lockstep_recipes.tasks.vision.readers.image_files import image_suffixes, is_image
 from lockstep_recipes.tasks.vision.readers.image_records import EVAL, TRAIN, Split
@@ -245,4 +245,5 @@ def _yolo_images(place: Path, where: Path) -> list[Path]:
     if not place.is_file():
         raise DataError(f"there is no {place}, which the data set names", where=str(where), remedy="correct the path")
     lines = [line.strip() for line in read_text(place).splitlines()]
-    return [place.parent / line for line in lines if line]
+    names, _ = with_slashes(place.parent, [line for line in lines if line])
+    return [place.parent / name for name in names]

@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
+from lockstep_recipes.tasks.readers.input_files import with_slashes
 from lockstep_recipes.tasks.readers.labels import single_labels
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, add_file, missing_files
@@ -38,8 +39,10 @@ class TablePlaces:
         return f"{self.name}:{self.lines[row]}" if self.by_line else f"{self.name}, row {self.lines[row]}"
 
 
-def read_paths(source: Source, given: ClassificationColumnsOptions) -> tuple[ImageFiles, Array, list[str]]:
-    """The images that a table lists by path, the class number of each image, and the names of the classes.
+def read_paths(
+    source: Source, given: ClassificationColumnsOptions
+) -> tuple[ImageFiles, Array, list[str], tuple[str, ...]]:
+    """The images that a table lists by path, the class number of each image, the names of the classes, and notes.
 
     Args:
         source: a table file. Paths in it are relative to its folder.
@@ -56,9 +59,10 @@ def read_paths(source: Source, given: ClassificationColumnsOptions) -> tuple[Ima
     path = _column(given.image, left, usual_names=IMAGE, role="image", where=table.name)
     values, classes, places = table.columns[target], table.classes.get(target), TablePlaces(table)
     names, codes = single_labels(values, classes, column=target, where=places, for_lists=_FOR_LISTS)
-    paths, root = table.columns[path], Path(source.name).parent
+    root = Path(source.name).parent
+    paths, notes = with_slashes(root, table.columns[path])
     _check_paths(paths, root=root, column=path, place=places)
-    return ImageFiles(root, paths, places), codes, names
+    return ImageFiles(root, paths, places), codes, names, (*table.notes, *notes)
 
 
 def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], role: str, where: str) -> str:
