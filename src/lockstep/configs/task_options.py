@@ -61,9 +61,13 @@ class TableOptions(TaskOptions):
     None: `none` for .tsv, `minimal` for .csv.
     """
 
-    missing: tuple[str, ...] = MISSING
-    """Fields of a CSV file that contain no value. Without any (`[]`), `None` may be a class."""
+    missing: list[str] | None = None
+    """Fields of a CSV file that contain no value. With `[]`, `None` may be a class.
+
+    None: those that pandas and databases write, such as NA, nan, None and NULL.
+    """
 
     def of_csv(self) -> dict[str, Any]:
         """These options, as `lockstep_recipes.tasks.readers.table.Source` takes them."""
-        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting, "missing": self.missing}
+        missing = MISSING if self.missing is None else tuple(self.missing)
+        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting, "missing": missing}

@@ -326,7 +326,12 @@ def test_unknown_letters_are_counted_and_told(tmp_path):
     other = json_lines(tmp_path / "b.jsonl", [{"text": "abd"}])
     task = small_task(training, other, tokenizer="characters")
     assert task.eval_data().tokens.unknown == 1
-    assert any("1 letters that the tokenizer does not know" in line for line in task.presenter(task).log_header())
+    assert any(
+        "1 letters that the tokenizer does not know (33.33%)" in line for line in task.presenter(task).log_header()
+    )
+    json_lines(tmp_path / "b.jsonl", [{"text": "xyzab"}])
+    with pytest.raises(DataError, match="the tokenizer does not know 60% of the tokens"):
+        small_task(training, other, tokenizer="characters").eval_data()
 
 
 def test_long_texts_are_tokenised_in_blocks_and_no_letter_is_lost(monkeypatch):

@@ -607,6 +607,12 @@ def test_delimiters_at_the_end_of_rows_are_ignored_and_reported(tmp_path):
         read(put(tmp_path, "c.csv", "text,label\na,b,c\n"))
 
 
+def test_a_header_in_the_middle_is_left_out_and_reported(tmp_path):
+    table = read(put(tmp_path, "a.csv", "text,label\na,b\ntext,label\nc,d\n"))
+    assert table.columns == {"text": ["a", "c"], "label": ["b", "d"]}
+    assert table.notes == ("a.csv: 1 rows repeat the header and are left out, the first in line 3",)
+
+
 def test_a_quoted_field_that_swallows_rows_is_reported(tmp_path):
     rows = "".join(f"text {row},{row % 2}\n" for row in range(5))
     table = read(put(tmp_path, "a.csv", f'text,label\n"a\n{rows}b",1\nc,0\n'))

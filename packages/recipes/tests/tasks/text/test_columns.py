@@ -145,3 +145,17 @@ def test_columns_that_the_values_do_not_tell_apart_stay_an_error(tmp_path):
     path.write_text("p,q\n" + "".join(f"{label},{text}\n" for label, text in ROWS[:2] * 2))
     with pytest.raises(DataError, match="there is no column 'label'"):
         read(Source(str(path)), TextColumnsOptions(label="label"))
+
+
+def test_a_header_that_is_a_row_and_a_row_that_is_a_header(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("good,pos\nbad,neg\nfine,pos\n")
+    given = TextColumnsOptions(text=0, label=1)
+    with pytest.raises(DataError, match="the header is a row of the data: column 1 is called 'pos'") as caught:
+        read(Source(str(path)), given)
+    assert caught.value.remedy == "set task.header=false"
+    assert len(read(Source(str(path), header=False), given)[0]) == 3
+    path.write_text("text,label\nbad,neg\nfine,pos\n")
+    with pytest.raises(DataError, match="the first row is a header: its label is 'label'"):
+        read(Source(str(path), header=False), given)
+    assert len(read(Source(str(path)), given)[0]) == 2

@@ -135,7 +135,7 @@ class LmPresenter(Presenter):
         if plan.split:
             lines.append(f"  {plan.split:,} documents are longer than task.length, and are split over rows")
         if tokens.unknown:
-            what = f"{tokens.unknown:,} letters that the tokenizer does not know"
+            what = f"{tokens.unknown:,} letters that the tokenizer does not know ({tokens.unknown / tokens.words:.2%})"
             lines.append(f"  warning: {what}: bits per byte ignore their content")
         return lines
 

@@ -24,6 +24,7 @@ from lockstep_recipes.tasks.lora.presenter import LoraPresenter
 from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
+from lockstep_recipes.tasks.text.data import check_unknown
 
 Batch = dict[str, Any]
 _BEGINNINGS = 3  # evaluation documents whose starts are continued
@@ -112,6 +113,7 @@ class LanguageModel(LmTask):
             what = f"{self.options.length} is more than the {limit} positions that the model has"
             raise UsageError(what, where="task.length", remedy=f"use at most {limit}")
         found = tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
+        check_unknown(found.unknown, found.words, where=found.places[0], key="task.model or task.tokenizer")
         known = models.vocabulary(self.config)
         if found.largest >= known:
             what = f"the model has {known} tokens, but the tokenizer produces token {found.largest}"

@@ -77,7 +77,7 @@ def _rows(
     rows: list[list[str]] = []
     lines: list[int] = []
     names: list[str] | None = None
-    longer, swallowed, begins = [], [], 1 + skipped
+    repeated, longer, swallowed, begins = [], [], [], 1 + skipped
     try:
         for row in reader:
             at, begins = begins, reader.line_num + 1 + skipped
@@ -88,6 +88,9 @@ def _rows(
                 if form.header:
                     _check_names(names, f"{path}:{at}", delimiter)
                     continue
+            if form.header and len(row) > 1 and [field.strip() for field in row] == names:
+                repeated.append(at)
+                continue
             if len(row) > len(names) and not any(map(str.strip, row[len(names) :])):
                 longer.append(at)
                 row = row[: len(names)]
@@ -103,6 +106,7 @@ def _rows(
         remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
         raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
     found = {
+        "rows repeat the header and are left out": repeated,
         "rows end in delimiters without a value, which are ignored": longer,
         'rows have a quoted field that contains lines like rows: a " may be missing': swallowed,
     }

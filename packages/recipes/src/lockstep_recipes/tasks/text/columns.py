@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
+from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, usual
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.text.options import TextColumnsOptions
 
@@ -38,11 +38,15 @@ def read(source: Source, given: TextColumnsOptions, *, needs_label: bool = True)
     """
     table = source.read()
     try:
-        return table, choose(table, given, needs_label=needs_label)
+        chosen = choose(table, given, needs_label=needs_label)
     except DataError:
         label = None if given.text or given.pair is not None or given.label is not None else _label_by_values(table)
         if label is None:
             raise
+    else:
+        if chosen.label is not None and source.name.endswith((".csv", ".tsv")):
+            check_header(given.label, chosen.label, table.columns[chosen.label], table.name)
+        return table, chosen
     note = f"column {label!r} is used as the label, because its values repeat; task.columns.label overrides this"
     if source.header and source.name.endswith((".csv", ".tsv")) and label in table.columns[label]:
         note = (

@@ -221,9 +221,37 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
         np.save(folder / "ends.npy", np.cumsum([len(tokens) for tokens in ids], dtype=np.int64))
         if types:
             np.save(folder / "types.npy", np.concatenate(types))
-        (folder / "about.json").write_text(json.dumps({"truncated": cut, "dropped": dropped}))
+        unknown, rest = unknown_tokens(np.concatenate(ids), tokenizer)
+        about = {"truncated": cut, "dropped": dropped, "unknown": unknown, "words": rest}
+        (folder / "about.json").write_text(json.dumps(about))
 
     return TextTokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
+
+
+def unknown_tokens(ids: Array, tokenizer: Any) -> tuple[int, int]:
+    """How many tokens stand for something that the tokenizer does not know, and how many there are without special
+    tokens. A tokenizer whose unknown token also marks ends of texts does not need it."""
+    special = {token for token in getattr(tokenizer, "all_special_ids", ()) if token is not None}
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    ends = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "cls", "sep", "pad")}
+    if unknown is None or unknown in ends:
+        return 0, len(ids)
+    return int((ids == unknown).sum()), int((~np.isin(ids, sorted(special - {unknown}))).sum())
+
+
+def check_unknown(unknown: int, words: int, *, where: str, key: str) -> None:
+    """Check that the tokenizer knows at least half of the tokens.
+
+    Args:
+        key: the config key of the tokenizer.
+
+    Raises:
+        DataError: it does not.
+    """
+    if 2 * unknown > words:
+        what = f"the tokenizer does not know {unknown / words:.0%} of the tokens: they are all the same to the model"
+        remedy = f"set {key} to a model for this language and script"
+        raise DataError(what, where=where, remedy=remedy)
 
 
 class TextTokens(OfFolder):
@@ -236,6 +264,10 @@ class TextTokens(OfFolder):
         """Number of truncated texts."""
         self.dropped: int = about["dropped"]
         """Number of tokens that were cut off."""
+        self.unknown: int = about["unknown"]
+        """Number of tokens for something that the tokenizer does not know."""
+        self.words: int = about["words"]
+        """Number of tokens without special tokens."""
         self.ids, self.ends = mapped(folder / "ids.npy"), mapped(folder / "ends.npy")
         self.types = mapped(folder / "types.npy") if (folder / "types.npy").exists() else None
 

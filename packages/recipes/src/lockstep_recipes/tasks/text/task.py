@@ -20,7 +20,15 @@ from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, split
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import hugging_face
-from lockstep_recipes.tasks.text.data import TextData, Texts, TextSample, TextTokens, read_texts, tokenise
+from lockstep_recipes.tasks.text.data import (
+    TextData,
+    Texts,
+    TextSample,
+    TextTokens,
+    check_unknown,
+    read_texts,
+    tokenise,
+)
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG, TextOptions
 from lockstep_recipes.tasks.text.presenter import TextPresenter, TextTask
 
@@ -110,9 +118,10 @@ class Text(TextTask):
         return f"no texts are held back for evaluation: {share}{once}"
 
     def _data(self, texts: Texts, rows: Any = None) -> TextData:
+        labels = match_labels(texts, self.labels)
         if texts.folder not in self._tokens:
             self._tokens[texts.folder] = self._tokenise(texts)
-        return TextData(texts, self._tokens[texts.folder], labels=match_labels(texts, self.labels), rows=rows)
+        return TextData(texts, self._tokens[texts.folder], labels=labels, rows=rows)
 
     def _tokenise(self, texts: Texts) -> TextTokens:
         max_length = self.options.max_length
@@ -121,7 +130,9 @@ class Text(TextTask):
             what = f"{max_length} is more than the {limit} tokens that the model takes"
             raise UsageError(what, where="task.max_length", remedy=f"use at most {limit}")
         digest = hugging_face.digest_of_tokenizer(self.tokenizer)
-        return tokenise(texts, self.tokenizer, digest=digest, max_length=max_length)
+        tokens = tokenise(texts, self.tokenizer, digest=digest, max_length=max_length)
+        check_unknown(tokens.unknown, tokens.words, where=texts.source, key="task.model")
+        return tokens
 
     # ---- the model
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
+from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, usual
 from lockstep_recipes.tasks.readers.input_files import with_slashes
 from lockstep_recipes.tasks.readers.labels import single_labels
 from lockstep_recipes.tasks.readers.table import Source, Table
@@ -58,6 +58,8 @@ def read_paths(
     left = [name for name in columns if name != target]
     path = _column(given.image, left, usual_names=IMAGE, role="image", where=table.name)
     values, classes, places = table.columns[target], table.classes.get(target), TablePlaces(table)
+    if source.name.endswith((".csv", ".tsv")):
+        check_header(given.label, target, values, table.name)
     names, codes = single_labels(values, classes, column=target, where=places, for_lists=_FOR_LISTS)
     root = Path(source.name).parent
     paths, notes = with_slashes(root, table.columns[path])
