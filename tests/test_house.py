@@ -65,12 +65,24 @@ ALLOWED = {
     "lockstep_recipes.adapters": {"core"},
     "lockstep_recipes.recipes": {"core"},
     "lockstep_recipes.shards": {"core", "locks", "cache_folder", "sizes"},
+    "lockstep_recipes.look": {"core", "drawing"},
     "lockstep_recipes.tasks": {"core", "drawing", "locks", "configs", "cache_folder", "lora", "losses"}
-    | {"lockstep_recipes.recipes", "lockstep_recipes.shards"},
-    "lockstep_recipes.commands": {"core", "cli", "sizes", "lockstep_recipes.shards", "lockstep_recipes.tasks"},
-    "lockstep_lab.report": {"core", "locks", "parts", "configs"},
-    "lockstep_lab.plan": {"core", "mesh", "parts", "trainer", "configs", "sampling", "sizes", "lockstep_lab.report"},
-    "lockstep_lab.verify": {"core", "parts", "launch", "mesh", "trainer", "updates", "lockstep_lab.report"},
+    | {"lockstep_recipes.look", "lockstep_recipes.recipes", "lockstep_recipes.shards"},
+    "lockstep_recipes.commands": {"core", "cli", "configs", "sizes"}
+    | {"lockstep_recipes.look", "lockstep_recipes.shards", "lockstep_recipes.tasks"},
+    "lockstep_lab.report": {"core", "drawing", "locks", "parts", "configs"},
+    "lockstep_lab.plan": {
+        "core",
+        "drawing",
+        "mesh",
+        "parts",
+        "trainer",
+        "configs",
+        "sampling",
+        "sizes",
+        "lockstep_lab.report",
+    },
+    "lockstep_lab.verify": {"core", "drawing", "parts", "launch", "mesh", "trainer", "updates", "lockstep_lab.report"},
     "lockstep_lab.search": {"core", "drawing", "locks", "configs", "trainer", "lockstep_lab.report"},
     "lockstep_lab.commands": {"core", "cli", "configs", "trainer", "sizes", "launch"}
     | {"lockstep_lab.report", "lockstep_lab.plan", "lockstep_lab.verify", "lockstep_lab.search"},
@@ -272,7 +284,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CEILINGS = {"lockstep": 31_000, "lockstep_recipes": 18_500, "lockstep_lab": 12_500, "lockstep_audit": 8_200}
+CEILINGS = {"lockstep": 31_000, "lockstep_recipes": 20_500, "lockstep_lab": 12_500, "lockstep_audit": 8_200}
 """At most so many lines of code in a package, without blank lines, comments and docstrings: round, with 5 % slack. They
 change with a release only."""
 

@@ -55,7 +55,7 @@ class _Groups(CommandGroup):
     headings: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("init", "train", "run", "evaluate", "predict", "export"),
         "Check": ("verify", "audit", "replay"),
-        "Look": ("report", "compare", "checkpoints"),
+        "Look": ("look", "report", "compare", "checkpoints"),
         "Choose": ("recipes", "config", "plan", "tune", "sweep"),
         "Data and machines": ("shards", "launch", "doctor"),
     }
@@ -81,6 +81,7 @@ for _command, _example in _EXAMPLES.items():
         cls=Command,
         epilog=f"Example: {_example}",
         context_settings=_SETTINGS.get(_command),
+        hidden=_command is replay,  # the watch prints it where it is needed, and the list has room for 20
         add_help_option=_command is not audit,  # it helps itself
     )(_command)
 app.add_typer(launch, name="launch")

@@ -94,11 +94,12 @@ class CommandGroup(TyperGroup):
                 raise UsageError(what, where=option, remedy=f"{remedy}{ctx.command_path} {word} ...") from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        rows = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = {name: one for name in self.list_commands(ctx) if not (one := self.get_command(ctx, name)).hidden}
         wide = max(map(len, rows))
         for heading, names in self._by_heading().items():
             with formatter.section(heading):
-                formatter.write_dl([(f"{name:<{wide}}", _first_sentence(rows[name])) for name in names])
+                shown = [name for name in names if name in rows]
+                formatter.write_dl([(f"{name:<{wide}}", _first_sentence(rows[name])) for name in shown])
 
 
 def _first_sentence(command: Any) -> str:

@@ -18,7 +18,7 @@ GROUP = "lockstep.commands"  # of entry points
 
 PACKAGES = {
     "torch-lockstep-lab": ("compare", "plan", "report", "sweep", "tune", "verify"),
-    "torch-lockstep-recipes": ("shards",),
+    "torch-lockstep-recipes": ("look", "shards"),
 }
 """Commands that other distributions of Lockstep bring, for the error if they are not installed."""
 

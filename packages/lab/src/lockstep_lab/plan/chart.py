@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from lockstep.drawing.markup import Markup, element
 from lockstep_lab.plan.search import Option, PlanResult
-from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.report.svg import drawing, rect, text
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish, on white and on black.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lockstep.drawing.markup import Markup, element
 from lockstep_lab.report import page
-from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.report.run import RunSummary
 
 _WITH_VALUE = ("--nproc", "--preset", "--run-dir", "--allow-change", "--max-restarts", "--checkpoint")

@@ -12,10 +12,10 @@ from typing import Any
 
 from lockstep.core import atomic
 from lockstep.core.errors import UsageError
+from lockstep.drawing.markup import Markup, element, shortened
 from lockstep.parts.ending import duration
 from lockstep_lab.report import charts, page, run
 from lockstep_lab.report.config_difference import differing
-from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.page import number_text, section, table
 from lockstep_lab.report.run import RunSummary
 

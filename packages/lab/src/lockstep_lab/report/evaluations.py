@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.drawing.markup import Markup, element, shortened
 from lockstep.parts import metric_arrays
-from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.metrics_file import LoggedMetrics
 from lockstep_lab.report.page import code, folded, number_text, table, time
 from lockstep_lab.report.run import RunSummary, is_result

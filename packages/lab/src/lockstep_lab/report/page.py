@@ -1,21 +1,20 @@
-"""The frame of a page: style, charts, and the policy that the page loads nothing and runs no other script."""
+"""Pages with charts."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
+from lockstep.drawing import document as frame
+from lockstep.drawing.document import MARK, table
+from lockstep.drawing.markup import Markup, element, shortened
 from lockstep_lab.report import charts
 from lockstep_lab.report.charts import Chart
-from lockstep_lab.report.markup import Markup, element, shortened
 
-MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
-"""A part of every page, in its first bytes: what browsers may load."""
+__all__ = ["MARK", "document", "table"]
 
 
 def document(
@@ -31,22 +30,8 @@ def document(
     licence = "\n".join(f" * {line}".rstrip() for line in _file("vendor/LICENSE").splitlines())
     library = f"/*!\n{licence}\n */\n{_file('vendor/uPlot.iife.min.js')}"
     scripts = [library, _file("page.js")] if chart_data else []
-    style = _file("vendor/uPlot.min.css") + _file("page.css")
-    # No address and no other script is allowed: a user's name or text can neither load nor run anything.
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
-    rule = f"{MARK} {allowed}; base-uri 'none'"
-    rule += "; form-action 'none'"
-    head = [
-        Markup('<meta charset="utf-8">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{rule}">'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        element("title", title),
-        Markup(f"<style>{style}</style>"),
-    ]
-    end = [Markup(f'<script type="application/json" id="data">{_json(content)}</script>')]
-    end += [Markup(f"<script>{script}</script>") for script in scripts]
-    parts = element("head", head), element("body", element("main", body), end)
-    return "<!doctype html>\n" + element("html", *parts, lang="en") + "\n"
+    data = Markup(f'<script type="application/json" id="data">{_json(content)}</script>')
+    return frame.document(title, body, style=_file("vendor/uPlot.min.css"), scripts=scripts, end=[data])
 
 
 def figures(shown: Sequence[Chart], number_from: int = 0) -> tuple[Markup, list[dict[str, Any]]]:
@@ -66,16 +51,6 @@ def figures(shown: Sequence[Chart], number_from: int = 0) -> tuple[Markup, list[
         folded = element("details", element("summary", "values"), facts)
         elements.append(element("figure", title, plot, notes, folded))
     return element("div", elements, class_="charts"), values
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "", *, label: str = "Table") -> Markup:
-    """A table that scrolls sideways, also with the keyboard. The first cell of a row is its header."""
-    head = element("tr", [element("th", title, scope="col") for title in titles])
-    body = [
-        element("tr", element("th", row[0], scope="row"), [element("td", cell) for cell in row[1:]]) for row in rows
-    ]
-    content = element("table", element("thead", head), element("tbody", body), class_=style)
-    return element("div", content, class_="wide", tabindex=0, role="region", aria_label=label)
 
 
 def facts(pairs: Iterable[tuple[str, str | Markup]]) -> Markup:
@@ -133,7 +108,3 @@ def _json(value: Any) -> str:
 
 def _file(name: str) -> str:
     return resources.files("lockstep_lab.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

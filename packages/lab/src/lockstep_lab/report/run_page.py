@@ -12,10 +12,10 @@ import yaml
 
 import lockstep
 from lockstep.core import atomic
+from lockstep.drawing.markup import Markup, element, shortened
 from lockstep.parts.ending import duration
 from lockstep_lab.report import charts, commands, evaluations, page, run, timeline
 from lockstep_lab.report.config_difference import flat
-from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.page import code, facts, folded, folded_section, number_text, section, table
 from lockstep_lab.report.run import RunSummary, is_result
 

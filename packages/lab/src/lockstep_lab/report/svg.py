@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lockstep_lab.report.markup import Markup, element
+from lockstep.drawing.markup import Markup, element
 
 
 def drawing(width: float, height: float, /, *content: str | Iterable[str], **attributes: object) -> Markup:

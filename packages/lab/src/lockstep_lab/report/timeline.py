@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
+from lockstep.drawing.markup import Markup, element
 from lockstep.parts.ending import duration
 from lockstep_lab.report import page, svg
-from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.report.page import code, folded, table
 from lockstep_lab.report.run import RunSummary
 from lockstep_lab.report.train_log import LoggedStart

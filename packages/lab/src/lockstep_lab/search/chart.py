@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import UsageError
+from lockstep.drawing.markup import Markup, element, shortened
 from lockstep_lab.report import svg
-from lockstep_lab.report.markup import Markup, element, shortened
 
 MARK = "lockstep search chart"
 """A part of every file, in its first bytes."""

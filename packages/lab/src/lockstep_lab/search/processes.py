@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.core.errors import UsageError
+from lockstep.drawing.markup import shortened
 from lockstep_lab.report import metrics_file
-from lockstep_lab.report.markup import shortened
 
 STOPPED = (75, -signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a training that was asked to stop. It may have been asked before it could handle signals."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep.configs import config_file
 from lockstep.core import atomic
+from lockstep.drawing.markup import Markup, element
 from lockstep_lab.report import charts, metrics_file, page
 from lockstep_lab.report.charts import Line
-from lockstep_lab.report.markup import Markup, element
 from lockstep_lab.search import study
 from lockstep_lab.search.chart import BLUE, GREEN, PALE, Axis, SweepChart
 from lockstep_lab.search.grid import Range, overrides_of

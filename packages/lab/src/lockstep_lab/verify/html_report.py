@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.drawing.markup import Markup, element, shortened
 from lockstep_lab.report import page
 from lockstep_lab.report.charts import Chart, Line
-from lockstep_lab.report.markup import Markup, element, shortened
 from lockstep_lab.report.metrics_file import Series
 from lockstep_lab.verify.report import STATUS_WORDS, comparison, counts, counts_in_words, plain
 from lockstep_lab.verify.result import CheckResult, VerifyResult

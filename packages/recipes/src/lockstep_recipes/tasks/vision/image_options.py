@@ -56,6 +56,9 @@ class ImageOptions(TaskOptions):
 
     channels: Literal[1, 3] = 3
     """1 for grey images, 3 for RGB."""
+    levels: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """The value that becomes white in grey images of 16 bits, such as 4095 for 12 bits. None: 255, 1023, 4095, 16383 or
+    65535, the smallest that no training image exceeds."""
     mean: list[float] | None = None
     """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: that of the pretrained model; for a new
     model ImageNet's, or 0.5 for grey images."""

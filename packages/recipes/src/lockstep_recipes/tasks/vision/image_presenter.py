@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 
 from lockstep.core.presenter import Presenter
+from lockstep_recipes.look.look import head
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.image_task import ImageTask
+from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 
@@ -42,7 +44,7 @@ class ImagePresenter(Presenter):
         lines += [*self.of_classes(), self._sizes(), *self.of_evaluation()]
         if task.new_weights:
             lines.append(f"not in {options.model}, so initialised: {listed(task.new_weights)}")
-        return lines
+        return [*lines, *head(task)]
 
     def of_data(self, name: str, data: Any) -> list[str]:
         """Lines about the training data or the evaluation data."""
@@ -67,7 +69,8 @@ class ImagePresenter(Presenter):
         if self.square_evaluations:
             grows += f", evaluation {options.size_for_evaluation(about.size)}"
         mean, std = (", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std))
-        return f"images: {grows} pixels; mean {mean}, standard deviation {std}"
+        grey = "" if about.levels == WHITE else f"; {about.levels:,} is white in files of 16 bits (task.levels)"
+        return f"images: {grows} pixels; mean {mean}, standard deviation {std}{grey}"
 
     # ---- an export
 

@@ -122,7 +122,10 @@ def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
         what = "the pixels are floating-point numbers, whose range is unknown; save them as integers"
         raise ValueError(what)
     if picture.mode.startswith("I"):  # 16 bits
-        picture = Image.fromarray(((np.asarray(picture).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+        values, levels = np.asarray(picture).astype(np.uint32), about.get("levels", 65535)
+        if values.max() > levels:
+            raise ValueError(f"the grey value {values.max()} is above {levels}, which is white in the training images")
+        picture = Image.fromarray(((values * 255 + levels // 2) // levels).astype(np.uint8))
     if picture.mode in ("P", "PA") and "transparency" in picture.info:
         picture = picture.convert("RGBA")
     picture = picture.convert("L" if channels == 1 else "RGB")

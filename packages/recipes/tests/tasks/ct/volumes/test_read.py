@@ -408,3 +408,45 @@ def test_readers_are_imported_when_a_volume_is_read():
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("suffix", [".dcm", ""])
+def test_slices_without_a_preamble_are_read(tmp_path, suffix):
+    values = scans.voxels(8)
+    folder = scans.write_dicom(tmp_path / "scan", values)
+    (folder / "notes.txt").write_text("of the scanner")
+    for number, path in enumerate(sorted(folder.glob("*.dcm"))):
+        content = path.read_bytes()
+        if number % 3 == 0:  # without the group 2, as old scanners write
+            dataset = pydicom.dcmread(path)
+            dataset.file_meta = pydicom.dataset.FileMetaDataset()
+            dataset.preamble = None
+            dataset.save_as(path, implicit_vr=True, little_endian=True, enforce_file_format=False)
+            content = path.read_bytes()
+            assert content[128:132] != b"DICM"
+        elif number % 3 == 1:  # only the preamble is missing
+            content = content[132:]
+        path.unlink()
+        (folder / f"{path.stem}{suffix}").write_bytes(content)
+    volume = read_volume(folder)
+    assert np.array_equal(volume.slices, values)
+    assert "6 slices have no preamble of DICOM, but are read" in volume.notes
+    assert "1 files are not DICOM slices and are left out" in volume.notes
+
+
+@pytest.mark.parametrize(("stored", "written"), [(32767, 32767), (-2000, -2000), (-2000, 63536), (31000, 31000)])
+def test_padding_is_never_brighter_than_air(tmp_path, stored, written):
+    values = scans.voxels(4)
+
+    def pad(number, dataset):
+        pixels = np.frombuffer(dataset.PixelData, np.int16).reshape(dataset.Rows, dataset.Columns).copy()
+        pixels[0] = stored
+        dataset.PixelData = pixels.tobytes()
+        dataset.add_new((0x0028, 0x0120), "US" if written > 32767 else "SS", written)
+        if stored == 31000:
+            dataset.add_new((0x0028, 0x0121), "SS", 30000)
+
+    volume = read_volume(scans.write_dicom(tmp_path / "scan", values, change=pad))
+    assert (volume.slices[:, 0] == (-1000 if stored > 0 else -3024)).all()
+    assert np.array_equal(volume.slices[:, 1:], values[:, 1:])
+    assert any("PixelPaddingValue" in note for note in volume.notes) == (stored > 0)

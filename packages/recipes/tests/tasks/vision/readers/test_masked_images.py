@@ -1,6 +1,7 @@
 """Images with masks come out of folders and data sets exactly as they were saved, and faults are said with file and
 value."""
 
+import json
 import multiprocessing
 import pickle
 import shutil
@@ -27,7 +28,7 @@ SIZES = [(6, 8), (8, 6), (5, 5), (9, 4)]  # height, width
 
 
 def read(source, split="train", **options):
-    given = {"names": options.pop("names", None), "cache": options.pop("cache", None)}
+    given = {name: options.pop(name, None) for name in ("names", "cache", "palette")}
     return read_masked_images(str(source), split, SegmentationOptions(**({"classes": NAMES} | options)), **given)
 
 
@@ -461,3 +462,38 @@ def test_nuclei(shared_data):
     assert len({sample.pixels.shape for sample in map(data.__getitem__, range(40))}) > 2
     found = data.check()
     assert 0.1 < found.counts[1] / sum(found.counts) < 0.2
+
+
+def with_palette(path, values, colors):
+    image = Image.fromarray(values.astype(np.uint8))
+    image.putpalette([part for color in colors for part in color])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+BLACK, RED, BLUE = (0, 0, 0), (200, 0, 0), (0, 0, 200)
+
+
+def test_a_palette_that_numbers_colours_differently_is_read_by_colour(tmp_path):
+    mask = np.zeros((6, 6), np.int64)
+    mask[1:3, 1:3] = 1
+    for number, (values, colors) in enumerate(((mask, (BLACK, RED)), (1 - mask, (RED, BLACK)), (mask, (BLACK, RED)))):
+        save(tmp_path / "images" / f"{number}.png", picture((6, 6), number))
+        with_palette(tmp_path / "masks" / f"{number}.png", values, colors)
+    data = read(tmp_path, classes=None)
+    assert [int((sample.mask == 1).sum()) for sample in map(data.__getitem__, range(3))] == [4, 4, 4]
+    assert data.palette == {"background": BLACK, "object": RED}
+    # evaluation data whose first mask is the odd one
+    other = read(tmp_path, classes=["background", "object"], palette={"background": RED, "object": BLACK})
+    assert [int((sample.mask == 1).sum()) for sample in map(other.__getitem__, range(3))] == [32, 32, 32]
+
+
+def test_a_palette_with_an_unknown_colour_for_a_class_is_an_error(tmp_path):
+    mask = np.eye(6)
+    for number, colors in enumerate(((BLACK, RED), (BLACK, BLUE))):
+        save(tmp_path / "images" / f"{number}.png", picture((6, 6), number))
+        with_palette(tmp_path / "masks" / f"{number}.png", mask, colors)
+    fault(tmp_path, "1.png", "[0, 0, 200]", "[200, 0, 0]", "masks: ids", classes=["background", "object"])
+    names = {"classes": ["background", "object"], "masks": "ids"}
+    (tmp_path / "classes.yaml").write_text(json.dumps(names))
+    assert read(tmp_path, classes=None)[1].mask.sum() == 6

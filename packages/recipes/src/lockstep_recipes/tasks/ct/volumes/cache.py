@@ -23,7 +23,7 @@ from lockstep_recipes.tasks.ct.volumes.slices import Slices
 from lockstep_recipes.tasks.ct.volumes.volume import Volume
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
 
-_FORMAT = 2  # version of the files, and of reading and resampling; it is part of the folder's name
+_FORMAT = 3  # version of the files, and of reading and resampling; it is part of the folder's name
 _KEPT_FREE = 10 << 30  # bytes of disk space to leave free for checkpoints; on a small disk a twentieth
 
 

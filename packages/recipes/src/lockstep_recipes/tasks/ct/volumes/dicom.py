@@ -25,6 +25,8 @@ _RESCALE = ("RescaleSlope", "RescaleIntercept")
 _OBLIQUE = 0.05  # maximum deviation from 1 of the length of the normal
 _SUFFIXES = (".dcm", ".dicom", ".ima")  # files with these suffixes are DICOM, or damaged
 _SHOWN = 3
+_AIR = -1000  # HU
+_PADDING = ("PixelPaddingValue", "PixelPaddingRangeLimit")
 
 
 def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
@@ -53,6 +55,8 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
     order = np.argsort(corners @ normal, kind="stable")
     slices, corners = [slices[place] for place in order], corners[order]
     planes = np.stack([_values(dataset) for dataset in slices])
+    if padded := sum(_is_padded(dataset) for dataset in slices):
+        notes.append(f"{padded} slices have padding (PixelPaddingValue) that would be brighter than air: it is now air")
     kept = _without_doubles(slices, planes, corners @ normal)
     if len(kept) < len(slices):
         notes.append(f"{len(slices) - len(kept)} duplicate slices are left out")
@@ -75,12 +79,13 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
     """The slices in a folder, and notes."""
     pydicom = optional("pydicom", "pydicom is needed to read DICOM", where=str(folder), remedy=REMEDY)
     series: dict[str, list[Any]] = defaultdict(list)
-    others = 0
+    others = bare = 0
     for path in dicom_files(folder):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # pydicom warns about texts that are longer than the standard allows
-                dataset = pydicom.dcmread(path)
+                has_preamble = not _is_bare(path)
+                dataset = pydicom.dcmread(path) if has_preamble else _read_bare(path)
                 is_image = "Rows" in dataset or "PixelData" in dataset
                 kind = str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
         except pydicom.errors.InvalidDicomError as error:
@@ -92,6 +97,7 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
             raise _damaged(path, error) from error
         if not is_image and any(known.startswith(kind) for known in _ct_classes()):  # a file begins with its kind
             raise _damaged(path, EOFError("it ends before its pixels"))
+        bare += is_image and not has_preamble
         if is_image:
             series[str(dataset.get("SeriesInstanceUID", "without number"))].append(dataset)
         else:
@@ -104,7 +110,28 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
         remedy = "put each series into its own folder"
         raise DataError(f"the folder has {len(series)} series: {shown}", where=str(folder), remedy=remedy)
     (slices,) = series.values()
-    return slices, [f"{others} files are not DICOM slices and are left out"] if others else []
+    notes = [f"{others} files are not DICOM slices and are left out"] if others else []
+    notes += [f"{bare} slices have no preamble of DICOM, but are read"] if bare else []
+    return slices, notes
+
+
+def _is_bare(path: Path) -> bool:
+    """True if a file has no preamble and begins with an element of DICOM: group 2 or 8, and a small element number."""
+    with path.open("rb") as file:
+        head = file.read(132)
+    return head[128:] != b"DICM" and head[:2] in (b"\x02\x00", b"\x08\x00") and head[3:4] in (b"\x00", b"\x01")
+
+
+def _read_bare(path: Path) -> Any:
+    """A data set without preamble, whose encoding pydicom guesses."""
+    import pydicom
+    from pydicom import uid
+
+    dataset = pydicom.dcmread(path, force=True)
+    if "TransferSyntaxUID" not in dataset.file_meta:
+        implicit = dataset.original_encoding[0]
+        dataset.file_meta.TransferSyntaxUID = uid.ImplicitVRLittleEndian if implicit else uid.ExplicitVRLittleEndian
+    return dataset
 
 
 def dicom_files(folder: Path) -> list[Path]:
@@ -117,7 +144,7 @@ def is_dicom(path: Path) -> bool:
     """True if a path is a DICOM file by its name or by its first bytes."""
     if not path.is_file() or path.name.startswith(".") or path.name == "DICOMDIR":
         return False
-    if path.suffix.lower() in _SUFFIXES:
+    if path.suffix.lower() in _SUFFIXES or _is_bare(path):
         return True
     with path.open("rb") as file:
         return file.read(132)[128:] == b"DICM"
@@ -250,7 +277,32 @@ def _values(dataset: Any) -> Array:
         raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     limits = np.iinfo(np.int16)
     values: Array = np.rint(pixels * slope + intercept).clip(limits.min, limits.max).astype(np.int16)
+    if (padding := _padding(dataset)) is not None:
+        values[(padding[0] <= pixels) & (pixels <= padding[1]) & (values > _AIR)] = _AIR
     return values
+
+
+def _padding(dataset: Any) -> tuple[int, int] | None:
+    """The smallest and the largest stored value that means no measurement. None: there is no such value.
+
+    Source: DICOM PS3.3, C.7.5.1.1.2. Some files write the value of signed pixels as an unsigned number.
+    """
+    known = [int(value) for name in _PADDING if (value := _value(dataset, name)) is not None]
+    if not known or _value(dataset, _PADDING[0]) is None:
+        return None
+    bits = int(_value(dataset, "BitsAllocated") or 16)
+    lowest = -(1 << bits - 1) if _value(dataset, "PixelRepresentation") else 0
+    known = [(value - lowest) % (1 << bits) + lowest for value in known]
+    return min(known), max(known)
+
+
+def _is_padded(dataset: Any) -> bool:
+    """True if a slice has padding that would be brighter than air."""
+    if (padding := _padding(dataset)) is None:
+        return False
+    (slope,), (intercept,) = (_numbers(dataset, name, usual) for name, usual in zip(_RESCALE, (1, 0), strict=True))
+    pixels = dataset.pixel_array  # decoded before, and kept by pydicom
+    return bool(((padding[0] <= pixels) & (pixels <= padding[1]) & (pixels * slope + intercept > _AIR)).any())
 
 
 def _without_doubles(slices: Sequence[Any], planes: Array, positions: Array) -> list[int]:

@@ -88,6 +88,7 @@ class Classification(ClassificationTask):
             side = _DIGITS_SIZE if digits else median_side(records)
         return self.described(
             pixels,
+            records,
             classes=classes,
             counts=[counts.get(name, 0) for name in classes],
             size=_DIGITS_SIZE if digits else size_for(side) if by_data and side else pixels.size,
@@ -127,7 +128,7 @@ class Classification(ClassificationTask):
         if isinstance(records, Digits):
             return records
         records = records if rows is None else records.part(rows)
-        return DecodedImages(records, channels=self.options.channels, cache=self.cache)
+        return DecodedImages(records, channels=self.options.channels, levels=self.about.levels, cache=self.cache)
 
     @cached_property
     def _train(self) -> Digits | DecodedImages:
@@ -185,7 +186,7 @@ class Classification(ClassificationTask):
         if isinstance(pixels, bytes):
             # Files to predict are not cached: reduce them as the cache reduces training images.
             side = self.cache.shorter_side if self.cache else None
-            pixels = reduced(decode(pixels, channels=options.channels), side)
+            pixels = reduced(decode(pixels, channels=options.channels, levels=self.about.levels), side)
         picture = AnnotatedImage(pixels) if isinstance(pixels, Tensor) else AnnotatedImage.from_pixels(pixels)
         if training:
             picture = train_image(picture, options.size_at(epoch, default), self.decided.augment)

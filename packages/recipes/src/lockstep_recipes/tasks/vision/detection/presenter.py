@@ -48,7 +48,7 @@ class DetectionPresenter(ImagePresenter):
         sources = [RunSource(task.train_source, "train", options.images)]
         if task.eval_source is not None:
             sources.insert(0, RunSource(task.eval_source, "eval", options.eval_images or options.images))
-        found = coco_inputs(arguments, sources=sources, channels=options.channels)
+        found = coco_inputs(arguments, sources=sources, channels=options.channels, levels=self.task.about.levels)
         self._numbers = found.numbers
         return found
 

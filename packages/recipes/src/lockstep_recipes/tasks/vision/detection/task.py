@@ -97,6 +97,7 @@ class Detection(DetectionTask):
         counts = data.class_counts()
         return self.described(
             pixels,
+            data,
             classes=classes,
             category_ids=[int(data.category_ids[number[name]]) for name in classes],
             counts=[counts[name] for name in classes],
@@ -110,7 +111,7 @@ class Detection(DetectionTask):
     # ---- data
 
     def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
-        options = self.options
+        options = self.options if classes is None else self.reading_options
         if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
         return read_boxed_images(source, split, options, classes=classes, cache=self.cache)

@@ -25,19 +25,24 @@ Pixels = npt.NDArray[np.uint8]
 
 _EXIF_ORIENTATION = 0x0112
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+WHITE = 65535
+"""The value that becomes white in grey images of 16 bits, unless the training images have fewer bits."""
+_RANGES = (255, 1023, 4095, 16383, WHITE)
+_FEW, _MANY = 8, 64  # training images that are opened to find 16 bits, and to find their range
 _REPAIR = f"repair or remove the file, or {SKIP}"
 
 
-def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
+def decode(data: bytes, *, channels: int = 3, levels: int = WHITE, where: str = "") -> Pixels:
     """The pixels of an image file.
 
     The result is upright: the orientation in the file's EXIF data is applied. Grey images, palettes, CMYK and bits
     become RGB or grey. An alpha channel is dropped, and the colours stay as they are in the file. Grey values of 16
-    bits are scaled to 8 bits and rounded. The first frame of an animation is read.
+    bits are scaled from `levels` to 8 bits and rounded. The first frame of an animation is read.
 
     Args:
         data: the bytes of the file, in any format that PIL reads.
         channels: 3 for RGB, 1 for grey (luma of ITU-R BT.601, as PIL's mode L).
+        levels: the grey value of a file of 16 bits that becomes 255. Many cameras and scanners write 12 bits.
         where: name of the file, for messages.
 
     Returns:
@@ -45,7 +50,7 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
 
     Raises:
         DataError: the data is empty, not an image, truncated or damaged; or the image has more than
-            `PIL.Image.MAX_IMAGE_PIXELS` pixels.
+            `PIL.Image.MAX_IMAGE_PIXELS` pixels, or a value above `levels`.
         UsageError: `channels` is neither 1 nor 3.
     """
     if channels not in (1, 3):
@@ -55,7 +60,26 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
         return turned(pixels, _jpeg_orientation(data))
     with opened(data, where) as image:
         image.load()
-        return turned(_to_pixels(image, channels, where), orientation_of(image))
+        return turned(_to_pixels(image, channels, levels, where), orientation_of(image))
+
+
+def levels_of(pictures: Any) -> int:
+    """The value that becomes white in the grey images of 16 bits of a training set: the largest value of the number of
+    bits that they use. A few images are opened, spread over the set, and more of them if one has 16 bits.
+
+    Args:
+        pictures: encoded images, with a length and `read(index)`.
+    """
+    highest: float = -1
+    for most in (min(_FEW, len(pictures)), min(_MANY, len(pictures))):
+        for index in (number * len(pictures) // most for number in range(most)):
+            with contextlib.suppress(DataError), opened(pictures.read(index), "") as image:
+                if image.mode in _SIXTEEN_BIT:
+                    image.load()
+                    highest = max(highest, image.getextrema()[1])
+        if highest < 0:
+            return WHITE
+    return next((white for white in _RANGES if highest <= white), WHITE)
 
 
 def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
@@ -226,9 +250,9 @@ def turned(pixels: Pixels, orientation: int) -> Pixels:
     return pixels.copy()  # np.ascontiguousarray does not change a row of one pixel, whose stride torch refuses
 
 
-def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
+def _to_pixels(image: PILImage.Image, channels: int, levels: int, where: str) -> Pixels:
     if image.mode in _SIXTEEN_BIT:
-        return np.repeat(_eight_bits(np.asarray(image), where)[..., None], channels, axis=2)
+        return np.repeat(_eight_bits(np.asarray(image), levels, where)[..., None], channels, axis=2)
     if image.mode == "F":
         what = "the pixels are floating-point numbers, whose range is unknown"
         raise DataError(what, where=where or None, remedy="save the image with 8 or 16 bits a channel")
@@ -238,9 +262,14 @@ def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
     return pixels[..., None] if channels == 1 else pixels
 
 
-def _eight_bits(values: npt.NDArray[Any], where: str) -> Pixels:
-    """Integers from 0 to 65535, scaled to 0 to 255 and rounded."""
-    if values.min() < 0 or values.max() > 65535:
+def _eight_bits(values: npt.NDArray[Any], levels: int, where: str) -> Pixels:
+    """Integers from 0 to `levels`, scaled to 0 to 255 and rounded."""
+    if values.min() < 0 or values.max() > WHITE:
         what = f"grey values from {values.min()} to {values.max()} do not fit into 16 bits"
         raise DataError(what, where=where or None, remedy="save the image with 8 or 16 bits a channel")
-    return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    if values.max() > levels:
+        what = f"the grey value {values.max()} is above {levels}, which is white in the training images"
+        enough = next(white for white in _RANGES if values.max() <= white)
+        remedy = f"train with task.levels={enough}, or save the image in the range of the others"
+        raise DataError(what, where=where or None, remedy=remedy)
+    return ((values.astype(np.uint32) * 255 + levels // 2) // levels).astype(np.uint8)

@@ -15,6 +15,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.input_files import with_slashes
+from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep_recipes.tasks.vision.readers.box_layouts import AnnotationLayout, evaluation_part, find_layout
@@ -60,7 +61,7 @@ class BoxedImages(ImageDataset):
         images: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without a number.
-        kept: `channels`, `cache` and `notes` of `ImageDataset`.
+        kept: `channels`, `levels`, `cache` and `notes` of `ImageDataset`.
     """
 
     sample_labels = None  # an image itself has no label: `labels` are those of the boxes
@@ -168,7 +169,7 @@ def read_boxed_images(
 
     Args:
         split: the split to read if a source has several.
-        options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
+        options: its `images` and `eval_images`, `on_bad_boxes`, `difficult`, `channels` and `levels`.
         classes: the class names of the training data, or of the config; class numbers are indices into this list. None:
             the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
         cache: options of the disk cache of decoded images.
@@ -189,7 +190,8 @@ def read_boxed_images(
         raise DataError(f"{key} does not contain any boxes", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
     numbers = _class_numbers(annotations, names)
-    kept = {"channels": options.channels, "cache": cache, "notes": (*annotations.notes, *notes)}
+    kept: dict[str, Any] = {"channels": options.channels, "levels": options.levels or WHITE}
+    kept |= {"cache": cache, "notes": (*annotations.notes, *notes)}
     return BoxedImages(annotations, pictures, classes=names, numbers=numbers, **kept)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.readers.input_files import with_slashes
+from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
 from lockstep_recipes.tasks.vision.readers.coco_file import read_coco_images
@@ -49,8 +50,8 @@ class UnlabelledImages(ImageDataset):
         numbers: ids and names of images.
     """
 
-    def __init__(self, records: ImageRecords, numbers: CocoNumbers, *, channels: int) -> None:
-        super().__init__(records.pictures, channels=channels, notes=records.notes)
+    def __init__(self, records: ImageRecords, numbers: CocoNumbers, *, channels: int, levels: int = WHITE) -> None:
+        super().__init__(records.pictures, channels=channels, levels=levels, notes=records.notes)
         files, self.numbers = records.pictures, numbers
         places = [files.name(index) for index in range(len(files))]
         self._root = ""
@@ -67,7 +68,9 @@ class UnlabelledImages(ImageDataset):
         return BoxedImage(pixels=pixels, **nothing, image_id=image_id, name=name, size=size)
 
 
-def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:
+def coco_inputs(
+    arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int, levels: int = WHITE
+) -> UnlabelledImages:
     """The images that arguments name: files, folders, patterns, shards, and the images of one COCO file.
 
     The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of
@@ -89,10 +92,10 @@ def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], chann
         raise DataError(what, where="INPUT", remedy="predict them one after another, into separate files")
     if not files:
         records = unlabelled_images(arguments)
-        return UnlabelledImages(records, _numbers_of_run(records.pictures, sources), channels=channels)
+        return UnlabelledImages(records, _numbers_of_run(records.pictures, sources), channels=channels, levels=levels)
     paths, numbers = _of_file(Path(files[0]), [None, *(source.images for source in sources)])
     named = [path for argument in arguments for path in (paths if argument == files[0] else [argument])]
-    return UnlabelledImages(unlabelled_images(named), numbers, channels=channels)
+    return UnlabelledImages(unlabelled_images(named), numbers, channels=channels, levels=levels)
 
 
 def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], CocoNumbers]:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.cache_folder import cache_root
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep_recipes.tasks.vision.images.cache import DecodedCache, folder_name
-from lockstep_recipes.tasks.vision.images.decode import decode
+from lockstep_recipes.tasks.vision.images.decode import WHITE, decode
 from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords
 
@@ -38,6 +38,7 @@ class ImageDataset(Dataset[Any]):
     Args:
         images: the encoded images.
         channels: 1 (grey) or 3 (RGB).
+        levels: the value that becomes white in grey images of 16 bits.
         cache: with a cache, images are decoded only in the first epoch. None: each image is decoded whenever it is
             read.
         notes: remarks about how the source was read.
@@ -48,13 +49,14 @@ class ImageDataset(Dataset[Any]):
         images: EncodedImages,
         *,
         channels: int = 3,
+        levels: int = WHITE,
         cache: CacheOptions | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.pictures, self.channels = images, channels
+        self.pictures, self.channels, self.levels = images, channels, levels
         self.notes = tuple(notes)
         """Remarks about how the source was read."""
-        self.cache = None if cache is None else open_cache(images, channels=channels, options=cache)
+        self.cache = None if cache is None else open_cache(images, channels=channels, levels=levels, options=cache)
         """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
     def __len__(self) -> int:
@@ -66,7 +68,8 @@ class ImageDataset(Dataset[Any]):
         Raises:
             DataError: the file cannot be read, or is not a complete image. The error names the file.
         """
-        return decode(self.pictures.read(index), channels=self.channels, where=self.where(index))
+        data = self.pictures.read(index)
+        return decode(data, channels=self.channels, levels=self.levels, where=self.where(index))
 
     def pixels(self, index: int) -> npt.NDArray[np.uint8]:
         """The same, from the cache if it contains the image."""
@@ -80,8 +83,10 @@ class ImageDataset(Dataset[Any]):
 class DecodedImages(ImageDataset):
     """Decoded images with class numbers: samples are `DecodedImage`."""
 
-    def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
-        super().__init__(records.pictures, channels=channels, cache=cache, notes=records.notes)
+    def __init__(
+        self, records: ImageRecords, *, channels: int = 3, levels: int = WHITE, cache: CacheOptions | None = None
+    ) -> None:
+        super().__init__(records.pictures, channels=channels, levels=levels, cache=cache, notes=records.notes)
         self.records, self.labels = records, records.labels
 
     def __getitem__(self, index: int) -> DecodedImage:
@@ -96,7 +101,7 @@ class Digested(Protocol):
     def digest(self) -> str: ...
 
 
-def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
+def open_cache(records: Digested, *, channels: int, options: CacheOptions, levels: int = WHITE) -> DecodedCache:
     """The cache of the decoded images of a source, in Lockstep's cache folder.
 
     Its name changes with the location and the files of the source, and with the versions of the decoders, whose pixels
@@ -106,6 +111,7 @@ def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> De
     versions += [
         found for found in [_version("pillow-heif")] if found
     ]  # without it, the cache of earlier versions stays valid
+    versions += [] if levels == WHITE else [str(levels)]
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
     return DecodedCache(folder, len(records), channels=channels, options=options)

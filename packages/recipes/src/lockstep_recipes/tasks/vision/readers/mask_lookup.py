@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -45,13 +45,22 @@ class MaskLookup:
     Args:
         table: the meaning of the values.
         names: the classes of the training data; the numbers are indices into this list. None: those of `table`.
+        palette: the colour of each class in the palette of the first training mask, by name. If the table has no
+            colours, a pixel with the colour of a different class belongs to that class: some tools number colours in
+            the order in which they occur. None: ids mean the same in all masks, as with `masks: ids`.
 
     Raises:
         DataError: a class of `table` is not among `names`.
     """
 
-    def __init__(self, table: ClassTable, names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, table: ClassTable, names: Sequence[str] | None = None, palette: Mapping[str, Color] | None = None
+    ) -> None:
         self.table = table
+        by_color = palette is not None and table.masks is None and not self._has_colors
+        self.named_palette = palette if by_color else None
+        known = self.named_palette or {}
+        self.palette = {entry.id: known[entry.name] for entry in table.classes if entry.name in known}
         numbers = class_numbers(table, names)
         known = [*zip(table.classes, numbers, strict=True), *((entry, IGNORED) for entry in table.ignored)]
         ids = {entry.id: number for entry, number in known if entry.color is None or entry.id >= 0}
@@ -79,12 +88,36 @@ class MaskLookup:
                 return self._of_colors(mask.palette[np.minimum(mask.values, len(mask.palette) - 1)], where)
             if self.table.masks is None:
                 self._check_palette(mask.values, mask.palette, where)
-        return self._of_ids(mask.values, where)
+        return self._of_ids(self.renumbered(mask, where), where)
+
+    def renumbered(self, mask: MaskValues, where: str) -> Array:
+        """The ids of a mask as the first training mask numbers their colours.
+
+        Raises:
+            DataError: a colour of a class is different from that in the first training mask, and not that of a class.
+        """
+        first, own = self.palette, mask.palette
+        if not first or own is None:
+            return mask.values
+        used = np.flatnonzero(np.bincount(mask.values.reshape(-1), minlength=256)[: len(own)]).tolist()
+        colors: dict[int, Color] = {number: tuple(own[number].tolist()) for number in used}
+        by_color = {color: number for number, color in first.items()}
+        if all(by_color.get(color) == number for number, color in colors.items()):
+            return mask.values
+        numbers = np.arange(256, dtype=np.uint8)
+        for number, color in colors.items():
+            if color not in by_color and number in first:
+                what = f"id {number} has the colour {list(color)} in the palette of this mask, but "
+                what += f"{list(first[number])} in that of the first training mask"
+                remedy = "write `masks: ids` into a class file if the ids are correct: lockstep --explain segmentation"
+                raise DataError(what, where=where, remedy=f"{remedy}. Otherwise give the colours of the classes there")
+            numbers[number] = by_color.get(color, number)
+        return numbers[mask.values]
 
     def numbers(self) -> str:
         """The class numbers of all ids and colours as text, which changes if the meaning of a file changes."""
         tables = [list(zip(table.keys.tolist(), table.numbers.tolist(), strict=True)) for table in self._tables]
-        return f"{tables}{self.table.masks}"
+        return f"{tables}{self.table.masks}{self.palette or ''}"
 
     @property
     def _has_colors(self) -> bool:

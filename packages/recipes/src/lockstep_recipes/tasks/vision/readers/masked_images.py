@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,8 @@ import numpy.typing as npt
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import SKIP, DataError
 from lockstep_recipes.tasks.vision.images.cache import DecodedCache, reduced_size
+from lockstep_recipes.tasks.vision.images.decode import WHITE
+from lockstep_recipes.tasks.vision.images.mask import decode_mask
 from lockstep_recipes.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import picture_files
@@ -73,7 +75,7 @@ class MaskedImages(ImageDataset):
         masks: a mask for each. None: the images have none.
         classes: the names of the classes, by number.
         colors: a colour to draw each class. None: the colours of the first mask's palette, or default ones.
-        channels, cache, notes: as for `ImageDataset`. Images and masks share the limit of the cache.
+        channels, levels, cache, notes: as for `ImageDataset`. Images and masks share the limit of the cache.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class MaskedImages(ImageDataset):
         *,
         colors: Sequence[Color],
         channels: int = 3,
+        levels: int = WHITE,
         cache: CacheOptions | None = None,
         notes: Sequence[str] = (),
     ) -> None:
@@ -91,8 +94,11 @@ class MaskedImages(ImageDataset):
         limit = None if cache is None else cache.limit_bytes
         each = None if limit is None else limit // (channels + (kept is not None))
         own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
-        super().__init__(images, channels=channels, cache=own, notes=notes)
+        super().__init__(images, channels=channels, levels=levels, cache=own, notes=notes)
         self.masks, self.classes, self.colors = masks, list(classes), list(colors)
+        lookup = masks.lookup if isinstance(masks, EncodedMasks) else None
+        self.palette = None if lookup is None else lookup.named_palette
+        """The colour of each class in the palette of the first mask. None: it has no palette, or not such colours."""
         self.shorter_side = None if cache is None else cache.shorter_side
         self.mask_cache: DecodedCache | None = None
         """The cache of masks. None: there is no cache, or there are more than 255 classes."""
@@ -222,6 +228,7 @@ def read_masked_images(
     options: SegmentationOptions,
     *,
     names: Sequence[str] | None = None,
+    palette: Mapping[str, Color] | None = None,
     cache: CacheOptions | None = None,
 ) -> MaskedImages:
     """The images of a source, with masks.
@@ -236,11 +243,12 @@ def read_masked_images(
 
     Args:
         split: the split to read if the source has several and does not name one.
-        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset` and `channels`. Without
+        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset`, `channels`, `levels`. Without
             `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the split or its
             parent; for COCO files, `background` (pixels without annotation) and the categories.
         names: the class names of the training data, for evaluation data: class numbers are indices into this list.
             None: the classes of the source.
+        palette: the colour of each class in the palettes of the training masks. None: those of the first mask.
         cache: options of the disk cache of decoded images and masks. Evaluation data is never reduced to
             `shorter_side`, because it is evaluated at its original size.
 
@@ -271,11 +279,12 @@ def read_masked_images(
             what = f"no classes are named, and the first masks of data.{split} contain two ids"
             notes = (*notes, f"{what}: using task.classes='{{background: 0, object: {second}}}'")
         table = _table(classes, options.ignore, files=files, key=key, foreign=foreign)
-        masks = EncodedMasks(files, MaskLookup(table, names))
+        masks = EncodedMasks(files, MaskLookup(table, names, palette or first_palette(files, table)))
     if cache is not None and split == "eval":
         cache = replace(cache, shorter_side=None)
     own = table.names if names is None else names
-    kept: dict[str, Any] = {"channels": options.channels, "cache": cache, "notes": notes}
+    kept: dict[str, Any] = {"channels": options.channels, "levels": options.levels or WHITE}
+    kept |= {"cache": cache, "notes": notes}
     return MaskedImages(pictures, masks, own, colors=_colors(table, masks, names), **kept)
 
 
@@ -293,20 +302,21 @@ def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequ
 
 
 def masked_inputs(
-    arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3
+    arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3, levels: int = WHITE
 ) -> MaskedImages:
     """Images to predict, without masks: files, folders, patterns and tar shards.
 
     Args:
         arguments: see `unlabelled_images`.
-        classes, colors: those of the training data.
+        classes, colors, levels: those of the training data.
 
     Raises:
         DataError: shards and files are mixed.
         UsageError: an argument does not name anything.
     """
     records = image_records.unlabelled_images(arguments)
-    return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
+    kept: dict[str, Any] = {"channels": channels, "levels": levels, "notes": records.notes}
+    return MaskedImages(records.pictures, None, classes, colors=colors, **kept)
 
 
 def _table(
@@ -323,6 +333,19 @@ def _table(
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
+
+
+def first_palette(files: EncodedImages, table: ClassTable) -> dict[str, Color] | None:
+    """The colour of each class in the palette of the first mask. None: it has none, or classes share a colour; or the
+    mask cannot be read, which is reported when it is needed."""
+    try:
+        palette = decode_mask(files.read(0), where=files.where(0)).palette
+    except DataError:
+        return None
+    if palette is None or any(not 0 <= entry.id < len(palette) for entry in table.classes):
+        return None
+    found: dict[str, Color] = {entry.name: tuple(palette[entry.id].tolist()) for entry in table.classes}
+    return found if len(set(found.values())) == len(found) else None
 
 
 def _second_of_two_ids(files: EncodedImages) -> int | None:

@@ -51,7 +51,9 @@ class SegmentationPresenter(ImagePresenter):
         """The images that the arguments name: files, folders, patterns and shards."""
         about = self.task.about
         colors = [(red, green, blue) for red, green, blue in about.colors]
-        return masked_inputs(arguments, classes=about.classes, colors=colors, channels=self.task.options.channels)
+        return masked_inputs(
+            arguments, classes=about.classes, colors=colors, channels=self.task.options.channels, levels=about.levels
+        )
 
     @cached_property
     def _colors(self) -> Array:

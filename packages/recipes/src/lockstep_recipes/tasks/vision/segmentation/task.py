@@ -56,6 +56,9 @@ class SegmentationMetadata(ImageTaskMetadata):
     ids: list[int] = field(default_factory=list)
     """The id of each class in these files; with `color`, their values are `colors`. Predicted masks use the same
     values."""
+    palette: dict[str, list[int]] = field(default_factory=dict)
+    """The colour of each class in the palette of the first training mask. Empty: it has no such colours.
+    Masks with different palettes are read by these colours."""
 
 
 @final
@@ -117,19 +120,25 @@ class Segmentation(SegmentationTask):
         form = data.masks.form()
         return self.described(
             pixels,
+            data,
             classes=classes,
             mask_kind=form.kind,
             ids=_ids(classes, form.ids),
             colors=[list(data.colors[place]) for place in places],
             counts=[counted.counts[place] for place in places],
             masks=counted.masks,
+            palette={name: list(color) for name, color in (data.palette or {}).items()},
         )
 
     # ---- data
 
     def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
-        options = self.options
-        data = masked_images.read_masked_images(source, split, options, names=classes, cache=self.cache)
+        options = self.options if classes is None else self.reading_options
+        kept = {} if classes is None else self.about.palette
+        palette = {name: (red, green, blue) for name, (red, green, blue) in kept.items()}
+        data = masked_images.read_masked_images(
+            source, split, options, names=classes, palette=palette or None, cache=self.cache
+        )
         if split == "train" or options.eval_window is None:
             return data
         sizes = [size_of(data.pictures, index) for index in range(len(data))]

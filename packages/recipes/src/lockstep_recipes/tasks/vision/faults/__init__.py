@@ -1,0 +1,1 @@
+"""Finders for data sets of images: each file has those of one kind."""
