@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.of_data import labels_of
-from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, sorted_names, split
+from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, sorted_names, split, split_groups
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import data as module
 from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
 from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
+from lockstep_recipes.tasks.text.task import Text
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 WORDS = [
@@ -677,3 +678,36 @@ def test_paths_that_could_be_shorter_keep_their_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("text,label\na,x\nb,y\n")
     assert read_texts(Source("./a.csv")).where(1).endswith("a.csv:3")
+
+
+# ---- groups
+
+
+def test_groups_stay_on_one_side_of_the_split():
+    rng = np.random.default_rng(0)
+    groups = np.array([f"g{number}" for number in rng.integers(0, 60, 1000)])
+    codes = rng.integers(0, 3, 1000)
+    train, held = split_groups(codes, groups, 0.2, 0)
+    assert not set(groups[train]) & set(groups[held])
+    assert sorted([*train, *held]) == list(range(1000))
+    assert 0.15 < len(held) / 1000 < 0.25
+    assert np.bincount(codes[held]).min() > 40
+    assert held.tolist() != split_groups(codes, groups, 0.2, 1)[1].tolist()
+    train, held = split_groups(np.array([0, 0, 1, 1]), np.array(["a", "a", "b", "c"]), 0.5, 0)
+    assert 0 in train  # the only group of a class stays in training
+
+
+def test_texts_of_a_group_stay_together(lines, tmp_path):
+    rows = [{"text": f"text {number}", "label": number % 2, "author": number // 4} for number in range(80)]
+    task = Text(TextOptions(columns={"group": "author"}, eval_fraction=0.25), lines(rows).name)
+    train, held = task._split
+    assert {row // 4 for row in train} & {row // 4 for row in held} == set()
+    assert len(held) == 20
+    other = lines(rows[:8], "eval.jsonl").name
+    task = Text(TextOptions(columns={"group": "author"}), lines(rows).name, other)
+    with pytest.raises(DataError, match="2 groups are in both the training and the evaluation data: 0, 1") as caught:
+        task.eval_data()
+    assert caught.value.where == other
+    rows[3]["author"] = None
+    with pytest.raises(DataError, match="no group in column 'author'; 1 of 80 rows have none"):
+        Text(TextOptions(columns={"group": "author"}), lines(rows).name).train_data()

@@ -190,6 +190,59 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
     return codes
 
 
+def check_groups_apart(training: Array | None, evaluation: Array | None, *, where: str) -> None:
+    """Check that no group is in both splits.
+
+    Args:
+        training, evaluation: the name of each sample's group. None: there are no groups.
+
+    Raises:
+        DataError: groups are in both. The error names some.
+    """
+    if training is None or evaluation is None:
+        return
+    both = np.intersect1d(training, evaluation).tolist()
+    if both:
+        what = f"{len(both)} groups are in both the training and the evaluation data: {listed(both)}"
+        remedy = "move the rows of each group to one side, or give data.train alone, which is split by group"
+        raise DataError(what, where=where, remedy=remedy)
+
+
+def groups_of(values: Sequence[Any], *, column: str, where: Callable[[int], str]) -> Array:
+    """The group of each sample, as text.
+
+    Raises:
+        DataError: a sample has no group.
+    """
+    names = ["" if value is None or value != value else _name(value) for value in values]
+    if "" in names:
+        what = f"no group in column {column!r}; {names.count(''):,} of {len(names):,} rows have none"
+        raise DataError(what, where=where(names.index("")), remedy="fill in the group, or remove the row")
+    return np.array(names)
+
+
+def split_groups(labels: Array, groups: Array, fraction: float, seed: int) -> tuple[Array, Array]:
+    """As `split`, with all samples of a group on one side.
+
+    Groups are drawn by a permutation of `seed`, large ones first. One is held back if that brings the numbers of all
+    classes closer to their fractions, and some samples of each of its classes remain for training.
+    """
+    classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    names, group = np.unique(groups, return_inverse=True)
+    counts = np.zeros((len(names), classes.max(initial=0) + 1), dtype=np.int64)
+    np.add.at(counts, (group, classes), 1)
+    left, wanted = counts.sum(axis=0), counts.sum(axis=0) * fraction
+    drawn = np.argsort(permute(np.arange(len(names)), len(names), seed))
+    held = np.zeros(len(names), dtype=bool)
+    for number in drawn[np.argsort(-counts.sum(axis=1)[drawn], kind="stable")]:
+        own = counts[number]
+        closer = np.abs(wanted - own).sum() < np.abs(wanted).sum()
+        if closer and (left > own)[own > 0].all():
+            held[number] = True
+            left, wanted = left - own, wanted - own
+    return np.flatnonzero(~held[group]), np.flatnonzero(held[group])
+
+
 def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
     """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of
     `seed`.

@@ -24,6 +24,8 @@ class Columns:
     pair: str | None
     """The second text of a pair."""
     label: str | None
+    group: str | None = None
+    """The group that stays on one side of the split."""
 
 
 def read(source: Source, given: TextColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
@@ -84,6 +86,7 @@ def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True)
     names, where = list(table.columns), table.name
     label, wanted = given.label, [given.text] if isinstance(given.text, str | int) else given.text or []
     texts = tuple(named(column, names, "text", where) for column in wanted)
+    group = None if given.group is None else named(given.group, names, "group", where)
     second = None if given.pair is None else named(given.pair, names, "pair", where)
     target: str | None = None
     if label is not None and (
@@ -91,10 +94,10 @@ def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True)
     ):
         target = named(label, names, "label", where)
     elif label is None:
-        left = [name for name in names if name not in (*texts, second)]
+        left = [name for name in names if name not in (*texts, second, group)]
         target = usual(LABEL, left, role="label", where=where, names=names, needed=needs_label)
     if not texts:
-        left = [name for name in names if name not in (second, target)]
+        left = [name for name in names if name not in (second, target, group)]
         lower = {name.lower(): name for name in left}
         known = [pair for pair in _PAIRS.items() if second is None and pair[0] in lower and pair[1] in lower]
         if known:
@@ -105,4 +108,4 @@ def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True)
             name = usual(_TEXT, left, role="text", where=where, names=names, needed=True)
             assert name is not None
             texts = (name,)
-    return Columns(texts, second, target)
+    return Columns(texts, second, target, group)

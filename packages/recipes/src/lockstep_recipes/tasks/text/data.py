@@ -74,6 +74,8 @@ class Texts(OfFolder):
         self.codes: Array = mapped(folder / "codes.npy")
         """The label of each text as its index in `names`, or -1: (texts,). With several labels per text: 0 and 1,
         (texts, names)."""
+        self.groups: Array | None = mapped(folder / "groups.npy") if (folder / "groups.npy").exists() else None
+        """The group of each text, which stays on one side of the split: (texts,). None: there are no groups."""
         self._places: Array = mapped(folder / "places.npy")
 
     def __len__(self) -> int:
@@ -119,7 +121,7 @@ def read_texts(source: Source, options: TextOptions) -> Texts:
         _store(*read(source, options.columns), options, folder)
 
     columns = options.columns
-    settings: tuple[object, ...] = (_FORMAT, source, columns.text, columns.pair, columns.label)
+    settings: tuple[object, ...] = (_FORMAT, source, columns.text, columns.pair, columns.label, columns.group)
     settings += (options.multi_label, options.label_separator, options.empty)
     return Texts(cached("texts", digest_of(*settings, files=source.files()), make))
 
@@ -162,6 +164,9 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     places = kept if rows.lines is None else [rows.lines[row] for row in kept]
     np.save(folder / "places.npy", np.array(places, dtype=np.int64))
     np.save(folder / "codes.npy", codes)
+    if columns.group is not None:
+        values = [rows.columns[columns.group][row] for row in kept]
+        np.save(folder / "groups.npy", labels.groups_of(values, column=columns.group, where=where))
     text, by_line = list(columns.text), rows.lines is not None
     roles = {"text": text, "pair": columns.pair, "label": columns.label, "by_line": by_line}
     about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": notes}

@@ -17,7 +17,7 @@ from lockstep.core.errors import DataError, UsageError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import keep
-from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, split
+from lockstep_recipes.tasks.readers.labels import check_groups_apart, count_labels, match_labels, split, split_groups
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import hugging_face
 from lockstep_recipes.tasks.text.data import (
@@ -88,7 +88,10 @@ class Text(TextTask):
         """The rows of the training texts to train with, and those held back. (None, None): no split."""
         if self.eval_source or not self.options.eval_fraction:
             return None, None
-        return split(self._train_texts.codes, self.options.eval_fraction, self.options.split_seed)
+        texts, fraction, seed = self._train_texts, self.options.eval_fraction, self.options.split_seed
+        if texts.groups is not None:
+            return split_groups(texts.codes, texts.groups, fraction, seed)
+        return split(texts.codes, fraction, seed)
 
     @property
     def labels(self) -> list[str]:
@@ -100,6 +103,8 @@ class Text(TextTask):
 
     def eval_data(self) -> TextData | None:
         if self._eval_texts is not None:
+            if self.options.columns.group is not None and not self._trained:
+                check_groups_apart(self._train_texts.groups, self._eval_texts.groups, where=self._eval_texts.source)
             return self._data(self._eval_texts)
         if self.why_nothing_is_held_back:
             remedy = "give data.eval, a larger task.eval_fraction or more texts of each label; "
