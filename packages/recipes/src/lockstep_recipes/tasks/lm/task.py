@@ -12,10 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
+from lockstep_recipes.look.finding import Extent
 from lockstep_recipes.tasks.lm import attention, losses, models, tokens, writing
 from lockstep_recipes.tasks.lm.answers import is_match, number_in
 from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PackedRows, PaddedRows, Prompt, Row
-from lockstep_recipes.tasks.lm.documents import Corpus
+from lockstep_recipes.tasks.lm.documents import Corpus, Document
+from lockstep_recipes.tasks.lm.faults import view_of_documents
 from lockstep_recipes.tasks.lm.interface import LmTask
 from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.lm.presenter import LmPresenter
@@ -25,6 +27,8 @@ from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
 from lockstep_recipes.tasks.text.data import check_unknown
+from lockstep_recipes.tasks.text.faults.of_tasks import OF_TEXTS
+from lockstep_recipes.tasks.text.faults.view import TextView
 
 Batch = dict[str, Any]
 _BEGINNINGS = 3  # evaluation documents whose starts are continued
@@ -42,6 +46,8 @@ class LanguageModel(LmTask):
     """
 
     presenter = LmPresenter
+    finders = OF_TEXTS
+    """What `lockstep look` looks for: see `lockstep_recipes.look`."""
     calls_vary = True  # when it writes texts, the model is called for each token
 
     def __init__(self, options: LmOptions, train: str, eval: str | None = None) -> None:
@@ -144,6 +150,20 @@ class LanguageModel(LmTask):
 
     def eval_data(self) -> PackedRows | None:
         return self._eval
+
+    def data_to_look_at(self, extent: Extent) -> TextView:
+        """The documents of both splits for the finders. What the task refuses is a finding."""
+
+        def documents(corpus: Corpus, part: str) -> list[Document]:
+            self._tokens(corpus, part)
+            return tokens.read_part(corpus, self.tokenizer, self.options, part)
+
+        reads = {"training": lambda: documents(self.corpus, "training" if self._holds_back else "all")}
+        if (other := self.eval_corpus) is not None:
+            reads["evaluation"] = lambda: documents(other, "all")
+        elif self._holds_back:
+            reads["evaluation"] = lambda: documents(self.corpus, "held")
+        return view_of_documents(reads, extent)
 
     @cached_property
     def kind(self) -> str:

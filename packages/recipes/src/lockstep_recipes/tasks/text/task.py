@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.task import Metrics
+from lockstep_recipes.look.finding import Extent
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.labels import check_groups_apart, count_labels, match_labels, split, split_groups
@@ -29,6 +30,8 @@ from lockstep_recipes.tasks.text.data import (
     read_texts,
     tokenise,
 )
+from lockstep_recipes.tasks.text.faults.of_tasks import OF_LABELLED, view_of_texts
+from lockstep_recipes.tasks.text.faults.view import TextView
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG, TextOptions
 from lockstep_recipes.tasks.text.presenter import TextPresenter, TextTask
 
@@ -50,6 +53,8 @@ class Text(TextTask):
     """
 
     presenter = TextPresenter
+    finders = OF_LABELLED
+    """What `lockstep look` looks for: see `lockstep_recipes.look`."""
 
     def __init__(self, options: TextOptions, train: str, eval: str | None = None) -> None:
         self.options = options
@@ -111,6 +116,10 @@ class Text(TextTask):
             remedy += "or, to train without evaluation, task.eval_fraction=0 and train.eval_every_epochs=0"
             raise DataError(self.why_nothing_is_held_back, where=self._train_texts.source, remedy=remedy)
         return None if self._split[1] is None else self._data(self._train_texts, self._split[1])
+
+    def data_to_look_at(self, extent: Extent) -> TextView:
+        """The texts of both splits for the finders. What the task refuses is a finding."""
+        return view_of_texts(self.train_data, self.eval_data, lambda: self.labels, extent)
 
     @property
     def why_nothing_is_held_back(self) -> str | None:

@@ -20,7 +20,7 @@ from lockstep_recipes.look.finding import Extent, Finder, of_error
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import MetadataTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep_recipes.tasks.vision.faults import files
+from lockstep_recipes.tasks.vision.faults import copies, files, labels
 from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
 from lockstep_recipes.tasks.vision.images.decode import WHITE, levels_of
@@ -55,7 +55,15 @@ class ImageTask(MetadataTask):
         cache: options of the disk cache of decoded images (`data.cache`).
     """
 
-    finders: ClassVar[tuple[Finder, ...]] = (files.refused, files.unreadable, files.blank)
+    finders: ClassVar[tuple[Finder, ...]] = (
+        files.refused,
+        files.unreadable,
+        files.blank,
+        copies.across,
+        copies.groups_across,
+        labels.counts,
+        labels.names,
+    )
     """What `lockstep look` looks for: see `lockstep_recipes.look`."""
 
     def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
