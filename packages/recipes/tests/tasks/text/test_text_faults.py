@@ -54,12 +54,7 @@ def test_a_damaged_text_is_named(faulty, code):
 
 
 def test_accents_and_quotes_that_are_right_are_no_faults():
-    right = [
-        "caf\u00e9 cr\u00e8me",
-        "S\u00c3O PAULO \u00c2ngulo",
-        "it\u2019s \u201cfine\u201d \u2013 \u20ac5",
-        "a & b < c",
-    ]
+    right = ["caf\u00e9 cr\u00e8me", "S\u00c3O PAULO \u00c2ngulo", "it\u2019s \u201cfine\u201d", "a & b < c"]
     assert found([*TEXTS, *right]) == []
 
 
@@ -90,7 +85,7 @@ def test_near_copies_on_both_sides_of_the_split_are_named():
 
 def test_labels_that_cannot_be_right_are_named():
     assert [code for code, _, _ in found(TEXTS, [str(row) for row in range(100)])] == ["label-is-an-id"]
-    assert [code for code, _, _ in found(TEXTS * 2, ["a"] * 199 + ["b"])] == ["one-label-only"] or True
+    assert [code for code, _, _ in found(sentences(200), ["a"] * 199 + ["b"])] == ["one-label-only"]
     texts = [*TEXTS, TEXTS[0].upper()]
     assert ("same-text-other-label", "train:100", 1) in found(texts, ["a", *["b"] * 100])
     assert ("class-names", "", 1) in found(TEXTS, classes=("cat", "Cat"))
@@ -99,9 +94,8 @@ def test_labels_that_cannot_be_right_are_named():
 def test_what_the_task_refuses_is_a_finding_and_its_texts_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "a.csv"
-    path.write_text(
-        "text,label\n" + "".join(f"{text},{row % 2}\n" for row, text in enumerate([*TEXTS, "caf\u00c3\u00a9"]))
-    )
+    rows = enumerate([*TEXTS, "caf\u00c3\u00a9"])
+    path.write_text("text,label\n" + "".join(f"{text},{row % 2}\n" for row, text in rows))
     (fault,) = look(text_task(str(path)), ALL)
     assert (fault.first.code, fault.first.file) == ("wrong-encoding", f"{path}:102")
     path.write_text("text,label\na,x\nb,None\n")
