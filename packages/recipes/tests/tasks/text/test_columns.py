@@ -159,3 +159,12 @@ def test_a_header_that_is_a_row_and_a_row_that_is_a_header(tmp_path):
     with pytest.raises(DataError, match="the first row is a header: its label is 'label'"):
         read(Source(str(path), header=False), given)
     assert len(read(Source(str(path)), given)[0]) == 2
+
+
+def test_a_column_of_groups_is_reported(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,label,Patient_ID\n" + "".join(f"text {row},{row % 2},{row // 2}\n" for row in range(8)))
+    (note,) = read(Source(str(path)), TextColumnsOptions())[0].notes
+    assert "task.columns.group=Patient_ID keeps them together" in note
+    table, columns = read(Source(str(path)), TextColumnsOptions(group="Patient_ID"))
+    assert (table.notes, columns.group) == ((), "Patient_ID")

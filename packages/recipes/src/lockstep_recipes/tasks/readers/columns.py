@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.core.errors import DataError, did_you_mean
 
 LABEL = ("label", "labels", "category", "class", "target", "intent", "topic", "sentiment")
 """Usual names of columns that contain labels."""
+GROUP = ("patient", "subject", "case", "slide", "video", "clip", "session", "user", "author", "conversation")
+"""Usual names of columns whose values belong on one side of the split, without `_id`."""
 _SHOWN = 40  # characters of a column's name
 
 
@@ -75,6 +78,16 @@ def check_header(given: str | int | None, label: str, labels: Sequence[Any], whe
     if label.isdigit() and first in LABEL and labels[0] not in labels[1:]:
         what = f"the first row is a header: its label is {labels[0]!r}"
         raise DataError(what, where=where, remedy="set task.header=true")
+
+
+def note_on_groups(given: str | int | None, columns: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
+    """A note on a column with the usual name of groups whose values repeat, if no group is given."""
+    for name, values in columns.items():
+        usual_name = re.sub(r"[ _-]?(id|name|number)$", "", name.lower()) in GROUP
+        if given is None and usual_name and 2 * len(set(map(str, values))) <= len(values):
+            what = f"column {name!r} repeats: samples with the same value may be on both sides of the split"
+            return (f"{what}; task.columns.group={name} keeps them together",)
+    return ()
 
 
 def _remedy(role: str, names: Sequence[str]) -> str:

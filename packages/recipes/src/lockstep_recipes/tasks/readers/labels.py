@@ -92,7 +92,7 @@ def written_list(text: str) -> list[Any] | None:
     if _NUMPY.fullmatch(text):  # Python would join texts without a comma
         return [ast.literal_eval(item) for item in _ITEM.findall(text)]
     found: Any = None
-    for load in (ast.literal_eval, json.loads):
+    for load in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             found = load(text)
             break

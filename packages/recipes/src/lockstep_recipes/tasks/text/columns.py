@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, usual
+from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, note_on_groups, usual
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.text.options import TextColumnsOptions
 
@@ -48,7 +48,7 @@ def read(source: Source, given: TextColumnsOptions, *, needs_label: bool = True)
     else:
         if chosen.label is not None and source.name.endswith((".csv", ".tsv")):
             check_header(given.label, chosen.label, table.columns[chosen.label], table.name)
-        return table, chosen
+        return replace(table, notes=(*table.notes, *note_on_groups(given.group, table.columns))), chosen
     note = f"column {label!r} is used as the label, because its values repeat; task.columns.label overrides this"
     if source.header and source.name.endswith((".csv", ".tsv")) and label in table.columns[label]:
         note = (

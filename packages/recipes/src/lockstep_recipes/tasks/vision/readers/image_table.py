@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, usual
+from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, note_on_groups, usual
 from lockstep_recipes.tasks.readers.input_files import with_slashes
 from lockstep_recipes.tasks.readers.labels import groups_of, single_labels
 from lockstep_recipes.tasks.readers.table import Source, Table
@@ -73,7 +73,7 @@ def read_paths(
     elif given.group is not None:
         column = named(given.group, columns, "group", table.name)
         groups = groups_of(table.columns[column], column=column, where=places)
-    return images, codes, names, (*table.notes, *notes), groups
+    return images, codes, names, (*table.notes, *notes, *note_on_groups(given.group, table.columns)), groups
 
 
 def folders_of(images: ImageFiles) -> Array:
