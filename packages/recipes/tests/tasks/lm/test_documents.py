@@ -125,7 +125,9 @@ LEARNED = [
 
 
 def test_of_a_chat_the_answers_are_learned_with_their_end(tmp_path):
-    name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": json.dumps(CHAT)}, {"messages": repr(CHAT)}])
+    name = json_lines(
+        tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": json.dumps(CHAT)}, {"messages": repr(CHAT)}]
+    )
     assert parts(read(name, render)) == [LEARNED, LEARNED, LEARNED]
     whole = "".join(text for text, _ in LEARNED)
     assert parts(read(name, render, loss_on="all"))[0] == [(whole, True)]

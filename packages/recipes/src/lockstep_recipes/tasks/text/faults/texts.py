@@ -89,7 +89,7 @@ def repeated(data: TextView) -> Iterator[DataFinding]:
         if len(split) >= _FEW and count > max(5, 0.02 * len(split)):
             row = split.digests.index(digest)
             what = f"{count:,} of {len(split):,} texts are {_shown(split.texts[row])}"
-            remedy = "remove the text if it stands for a missing one"
+            remedy = "remove the text if it means a missing one"
             yield DataFinding("warning", "repeated-text", split.where(row), what, remedy, count=count)
 
 
