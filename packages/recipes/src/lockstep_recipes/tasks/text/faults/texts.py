@@ -13,6 +13,7 @@ from lockstep_recipes.tasks.readers.labels import written_list
 from lockstep_recipes.tasks.text.faults.view import TextSplit, TextView
 
 _FEW = 20
+_SHORT = 300  # characters of a text that may be a list, a number or a path
 _MOJIBAKE = re.compile("[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """UTF-8 that was read as Latin-1 or Windows-1252."""
 _MARKUP = re.compile(r"&(?:amp|lt|gt|quot|nbsp|#\d+);|<br\s*/?>|</?(?:p|div|span)>")
@@ -61,7 +62,7 @@ def not_texts(data: TextView) -> Iterator[DataFinding]:
     }
     for split in data.splits[:1]:
         for kind, fits in kinds.items():
-            if sum(bool(fits(text.strip())) for text in split.texts) > max(3, 0.9 * len(split)):
+            if sum(len(text) <= _SHORT and bool(fits(text.strip())) for text in split.texts) > max(3, 0.9 * len(split)):
                 what = f"nearly all texts are {kind}, such as {_shown(split.texts[0])}"
                 yield DataFinding(
                     "warning", "not-texts", split.where(0), what, "set task.columns.text to another column"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,12 @@ from lockstep_recipes.look.finding import DataFinding, Extent
 
 _PER_SAMPLE = 100
 """Texts for each sample that an extent allows: they are small, and already in memory."""
+KEPT = 16
+"""Shingles of a sketch."""
+_SHINGLE = 4
+"""Words of a shingle."""
+_LEAST = 8
+"""Words of a text that has a sketch."""
 _WORD = re.compile(r"\w+")
 
 
@@ -45,6 +52,18 @@ class TextSplit:
         """Equal for texts that differ only in case, spaces and punctuation."""
         joined = (" ".join(words).encode("utf-8", "replace") for words in self.plain)
         return [hashlib.blake2b(text, digest_size=8).digest() for text in joined]
+
+    @cached_property
+    def sketches(self) -> list[list[int]]:
+        """A few of the shingles of each text, those with the smallest digests. Short texts, which are alike by chance,
+        have none."""
+        return [sorted(shingles(words))[:KEPT] if len(words) >= _LEAST else [] for words in self.plain]
+
+
+def shingles(words: Sequence[str]) -> set[int]:
+    """Digests of all sequences of a few words."""
+    texts = (" ".join(words[at : at + _SHINGLE]) for at in range(len(words) - _SHINGLE + 1))
+    return {zlib.crc32(text.encode("utf-8", "replace")) for text in texts}
 
 
 @dataclass

@@ -42,16 +42,21 @@ def groups_across(data: ImageView) -> Iterator[DataFinding]:
     """Files whose names have the same video or patient before `frame`, `slice`, `tile` and a number, in both splits."""
     if len(data.splits) < 2:
         return
-    training, evaluation = ({_group(split, row): row for row in reversed(split.opened)} for split in data.splits)
-    for group in sorted(training.keys() & evaluation.keys() - {None}):
+    training, evaluation = map(_groups, data.splits)
+    for group in sorted(training.keys() & evaluation.keys()):
         here, there = data.splits[0].pictures.where(training[group]), data.splits[1].pictures.where(evaluation[group])
         what = f"for evaluation, but {here} for training has the same name before its number"
         yield DataFinding("warning", "group-across", there, what, _REMEDY)
 
 
-def _group(split: ImageSplit, row: int) -> str | None:
-    match = _GROUP.fullmatch(PurePath(split.pictures.name(row)).stem)
-    return match["group"] if match else None
+def _groups(split: ImageSplit) -> dict[str, int]:
+    """The first image of each group."""
+    found: dict[str, int] = {}
+    for row in map(int, split.opened):
+        match = _GROUP.fullmatch(PurePath(split.pictures.name(row)).stem)
+        if match:
+            found.setdefault(match["group"], row)
+    return found
 
 
 def _is_comparable(one: ImageFacts) -> bool:
