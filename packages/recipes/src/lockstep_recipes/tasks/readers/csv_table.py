@@ -20,7 +20,7 @@ _SEPARATOR = re.compile(r'"?sep=(.)"?\r?\n?')
 _SHOWN = 3
 
 
-class Form(NamedTuple):
+class CsvForm(NamedTuple):
     """How a file is written. The fields are those of `table.Source`, and `usual` is the delimiter of its suffix."""
 
     header: bool = True
@@ -34,7 +34,7 @@ Columns = tuple[dict[str, list[Any]], list[int], tuple[str, ...]]
 """The values by column, the line of each row, and remarks about how the file was read."""
 
 
-def read(path: Path, form: Form) -> Columns:
+def read(path: Path, form: CsvForm) -> Columns:
     """The columns of a file.
 
     Raises:
@@ -70,7 +70,7 @@ def read(path: Path, form: Form) -> Columns:
 
 
 def _rows(
-    path: Path, text: str, form: Form, delimiter: str, skipped: int
+    path: Path, text: str, form: CsvForm, delimiter: str, skipped: int
 ) -> tuple[list[str], list[list[str]], list[int], list[str]]:
     """The names of the columns, the rows, their lines, and remarks."""
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=_quoting(form))
@@ -118,7 +118,7 @@ def _rows(
     return names or [], rows, lines, remarks
 
 
-def _quoting(form: Form) -> Any:
+def _quoting(form: CsvForm) -> Any:
     return csv.QUOTE_MINIMAL if form.quoted else csv.QUOTE_NONE
 
 
@@ -149,7 +149,7 @@ def _without_missing(columns: dict[str, list[Any]], missing: frozenset[str]) -> 
     return [f"read as missing: {shown}{'; ...' if len(found) > _SHOWN else ''}; task.missing=[] keeps them as values"]
 
 
-def _delimiter_of(text: str, form: Form) -> str:
+def _delimiter_of(text: str, form: CsvForm) -> str:
     """The usual delimiter, unless it gives a single column and a different one splits the header into several."""
 
     def columns(letter: str) -> int:

@@ -136,7 +136,7 @@ class Source:
                 The error names file and line, or byte.
         """
         if self.name == EMBEDDED:
-            columns, lines, _ = csv_table.read(self.files()[0], csv_table.Form(delimiter=","))
+            columns, lines, _ = csv_table.read(self.files()[0], csv_table.CsvForm(delimiter=","))
             return Table(columns, EMBEDDED, lines)
         if not self.is_file:
             return _from_data_set(self.data_set(), f"{self.name}:{self.split}")
@@ -156,7 +156,7 @@ class Source:
         if suffix in (".csv", ".tsv"):
             is_tsv = suffix == ".tsv"
             quoting = self.quoting or ("none" if is_tsv else "minimal")
-            form = csv_table.Form(
+            form = csv_table.CsvForm(
                 self.header, self.delimiter, "\t" if is_tsv else ",", quoting == "minimal", frozenset(self.missing)
             )
             columns, lines, notes = csv_table.read(path, form)

@@ -13,7 +13,6 @@ from lockstep_recipes.tasks.text.faults.view import TextSplit, TextView, chosen
 OF_TEXTS = (
     texts.refused,
     texts.damaged,
-    texts.markup,
     texts.not_texts,
     texts.lengths,
     texts.repeated,
@@ -21,7 +20,7 @@ OF_TEXTS = (
     copies.across,
     copies.within,
 )
-OF_LABELLED = (*OF_TEXTS, labels.counts, labels.names, labels.conflicts, labels.leaks)
+OF_LABELLED = (*OF_TEXTS, texts.markup, labels.counts, labels.names, labels.conflicts, labels.leaks)
 
 
 def view_of_texts(
