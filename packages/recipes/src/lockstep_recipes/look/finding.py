@@ -43,6 +43,11 @@ class Extent:
     bytes: int | None = None
     """The most bytes of files of each split: the head of a log must not wait. None: no limit."""
 
+    @property
+    def is_short(self) -> bool:
+        """True for the head of a log: finders that take long are left out."""
+        return self.bytes is not None
+
 
 HEAD, SAMPLE, ALL = Extent(24, 3 << 20), Extent(1000), Extent()
 """For the head of a run's log; for the command; for the command with --all."""

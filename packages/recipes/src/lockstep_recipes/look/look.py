@@ -43,7 +43,11 @@ def faults(findings: Iterable[DataFinding]) -> list[Fault]:
     """Findings, grouped by their codes."""
     kept: dict[str, list[DataFinding]] = {}
     counts: dict[str, int] = {}
+    seen: set[tuple[str, str, str]] = set()
     for finding in findings:
+        if (same := (finding.code, finding.file, finding.what)) in seen:
+            continue
+        seen.add(same)
         counts[finding.code] = counts.get(finding.code, 0) + finding.count
         if len(kept.setdefault(finding.code, [])) < MOST_KEPT:
             kept[finding.code].append(finding)
@@ -64,9 +68,13 @@ def lines(found: Sequence[Fault], shown: int = _SHOWN) -> list[str]:
 
 
 def head(task: Lookable) -> list[str]:
-    """A line for each fault in a small sample of the data, for the head of a run's log."""
+    """A line for each fault in a small sample of the data, for the head of a run's log. It never ends a run."""
+    try:
+        found = look(task, HEAD)
+    except Exception as error:  # a finder is wrong, and not the data
+        return [f"note: the data was not looked at: {type(error).__name__}: {error}"]
     written = []
-    for fault in look(task, HEAD):
+    for fault in found:
         more = f" ({fault.count:,} such files in a sample)" if fault.count > 1 else ""
         written.append(f"WARNING: [{fault.first.code}] {_place(fault.first)}{more}. {fault.first.remedy}")
     advice = "`lockstep look` with the recipe and the same data names all files, and writes a page with images"

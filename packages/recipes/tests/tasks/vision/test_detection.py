@@ -724,3 +724,27 @@ def test_pictures_without_a_shown_box_are_described_by_their_best_scores(folder)
 def test_bad_sizes_of_the_detector_are_errors(folder, sizes, message):
     with pytest.raises(LockstepError, match=message):
         make_task({"scratch": {"sizes": sizes}}, folder).model()
+
+
+@pytest.mark.parametrize("count", [99, 150])
+def test_perfect_boxes_have_a_perfect_map_however_many_an_image_has(tmp_path, count):
+    """COCO's limit of 100 boxes per image and class would give 150 perfect boxes 0.663."""
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (320, 320)).save(tmp_path / "images" / "a.png")
+    corners = [(20 * (number % 15), 20 * (number // 15)) for number in range(count)]
+    boxes = [[left, top, 10, 10] for left, top in corners]
+    rows = [{"id": 1 + number, "image_id": 1, "category_id": 1, "bbox": box} for number, box in enumerate(boxes)]
+    images = [{"id": 1, "file_name": "a.png", "height": 320, "width": 320}]
+    content = {"images": images, "annotations": rows, "categories": [{"id": 1, "name": "cell"}]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    task = make_task({"most_boxes": 120, "images": str(tmp_path / "images")}, str(tmp_path / "a.json"))
+    task.eval_source = task.train_source
+    metric = task.metrics().metrics["boxes"]
+    true = torch.tensor(boxes, dtype=torch.float32)
+    true[:, 2:] += true[:, :2]
+    ones = torch.ones(1, count)
+    metric.update(true[None], ones, torch.zeros(1, count, dtype=torch.int64), torch.tensor([1]))
+    assert float(metric.compute()["mAP"]) == 1.0
+    lines = "\n".join(task.presenter(task).log_header())
+    assert ("an image has 150 objects of a class, so as many boxes count" in lines) == (count == 150)
+    assert ("the recall cannot exceed 0.800" in lines) == (count == 150)

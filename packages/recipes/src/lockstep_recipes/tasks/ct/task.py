@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.core.task import Metrics
+from lockstep_recipes.look.finding import Extent
 from lockstep_recipes.tasks.class_weights import OnDevice
+from lockstep_recipes.tasks.ct import faults
 from lockstep_recipes.tasks.ct.aggregators import make_aggregator
 from lockstep_recipes.tasks.ct.backbone import backbone_config, make_backbone
 from lockstep_recipes.tasks.ct.features import KeptFeatures, batch_entries
@@ -95,6 +97,7 @@ class VolumeRisk(VolumeRiskTask):
     """
 
     presenter = VolumeRiskPresenter
+    finders = faults.FINDERS
     kept = "volume_risk.json"
     about_type = VolumeRiskMetadata
 
@@ -134,6 +137,12 @@ class VolumeRisk(VolumeRiskTask):
             writer.writerow(["patient", "part"])
             for part, data in (("train", self._train), ("eval", self._eval)):
                 writer.writerows([patient, part] for patient in sorted(set(data.patients if data is not None else ())))
+
+    def data_to_look_at(self, extent: Extent) -> list[faults.VolumeSplit]:
+        """The volumes of both splits for the finders."""
+        evaluation = self.eval_data()
+        splits = [faults.VolumeSplit("training", self.train_data(), extent)]
+        return splits if evaluation is None else [*splits, faults.VolumeSplit("evaluation", evaluation, extent)]
 
     def learn(self) -> VolumeRiskMetadata:
         data, options = self.read(self.train_source, "train", None), self.options

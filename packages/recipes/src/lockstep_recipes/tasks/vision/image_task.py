@@ -20,11 +20,12 @@ from lockstep_recipes.look.finding import Extent, Finder, of_error
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import MetadataTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep_recipes.tasks.vision.faults import copies, files, labels
+from lockstep_recipes.tasks.vision.faults import copies, files, formats, labels, near_copies
 from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
 from lockstep_recipes.tasks.vision.images.decode import WHITE, levels_of
 from lockstep_recipes.tasks.vision.images.normalise import normalise
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset
 from lockstep_recipes.tasks.vision.size_check import check_image_sizes
 
 
@@ -59,8 +60,14 @@ class ImageTask(MetadataTask):
         files.refused,
         files.unreadable,
         files.blank,
-        copies.across,
-        copies.groups_across,
+        formats.odd_format,
+        formats.several_frames,
+        formats.dark_rgb,
+        formats.other_range,
+        formats.floats,
+        copies.equal_images,
+        near_copies.across,
+        near_copies.groups_across,
         labels.counts,
         labels.names,
     )
@@ -78,20 +85,29 @@ class ImageTask(MetadataTask):
                 data = get()
             except DataError as error:
                 refused.append(of_error(error))
-            else:
-                splits += [] if data is None else self.split_to_look_at(name, data, extent)
+                data = self.unchecked(name)
+            splits += [] if data is None else self.split_to_look_at(name, data, extent)
         classes = splits[0].classes if splits else ()
         return ImageView(splits, classes, refused=refused)
+
+    def unchecked(self, split: str) -> Any:
+        """The data of a split that the task refuses, as far as it can be read. None: it cannot."""
+        source: Any = self.train_source if split == "training" else self.eval_source
+        with contextlib.suppress(DataError):
+            return None if source is None else self.read(source, "train" if split == "training" else "eval", None)
+        return None
 
     def split_to_look_at(self, name: str, data: Any, extent: Extent) -> list[ImageSplit]:
         """A split for the finders. Empty: it has no files."""
         pictures = getattr(data, "pictures", None)
         if pictures is None:
             return []
+        if isinstance(pictures, ImageDataset):  # windows of images
+            return self.split_to_look_at(name, pictures, extent)
         known = {name: getattr(data, name, None) for name in ("masks", "annotations")}
         labels = data.records.labels if hasattr(data, "records") else None
-        classes = self.names if labels is not None else data.classes
-        return [ImageSplit(name, pictures, extent, labels, classes=classes, channels=self.options.channels, **known)]
+        classes = data.records.classes if labels is not None else data.classes
+        return [ImageSplit(name, pictures, extent, labels, classes=classes, levels=data.levels, **known)]
 
     def save(self, folder: Path) -> None:
         self.models.save(self.about.classes, size=self._largest, folder=folder)

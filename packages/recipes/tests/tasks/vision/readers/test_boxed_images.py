@@ -629,3 +629,32 @@ def test_pycocotools_finds_the_same_in_the_ground_truth_as_in_the_file(tmp_path)
             stats.append(evaluation.stats)
     assert np.array_equal(*stats)
     assert 0.05 < stats[0][0] < 0.95
+
+
+def poses(folder, each, *, declared, points=4):
+    """YOLO's files with keypoints after each box. The first keypoint of each object is not visible: 0 0."""
+    yolo(folder)
+    for file in (folder / "labels" / "train").iterdir():
+        lines = []
+        for line in file.read_text().splitlines():
+            number, x, y, *size = line.split()
+            numbers = [float(x), float(y)] if each == 2 else [float(x), float(y), 2]
+            hidden = [0] * each
+            lines.append(" ".join(map(str, [number, x, y, *size, *hidden, *(numbers * (points - 1))])))
+        file.write_text("\n".join(lines))
+    if declared:
+        content = yaml.safe_load((folder / "data.yaml").read_text()) | {"kpt_shape": [points, each]}
+        (folder / "data.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+@pytest.mark.parametrize("each", [2, 3])
+def test_yolo_poses_are_boxes(tmp_path, each):
+    expected = plain(read(yolo(tmp_path / "a")))
+    assert plain(read(poses(tmp_path / "b", each, declared=True))) == expected
+    with pytest.raises(DataError, match=rf"look like boxes with 4 keypoints(?s:.*)kpt_shape: \[4, {each}\]"):
+        read(poses(tmp_path / "c", each, declared=False))
+    file = next((tmp_path / "b" / "labels" / "train").iterdir())
+    file.write_text(file.read_text() + "\n0 0.5 0.5 0.6 0.6 0.7")
+    with pytest.raises(DataError, match=f"or {5 + 4 * each} with the keypoints of kpt_shape"):
+        read(tmp_path / "b")

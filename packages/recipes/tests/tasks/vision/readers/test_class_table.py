@@ -214,7 +214,7 @@ def test_colours_become_class_numbers():
 
 def test_colours_without_a_table_of_colours():
     with pytest.raises(DataError, match="the classes have no colours"):
-        MaskLookup(read_class_table(["a", "b"]))(MaskValues(np.zeros((2, 2, 3), np.uint8)), where="m.png")
+        MaskLookup(read_class_table(["a", "b"]))(MaskValues(np.array([[ROAD]], np.uint8)), where="m.png")
 
 
 PALETTE = np.array([ROAD, SKY, (0, 0, 0)], dtype=np.uint8)

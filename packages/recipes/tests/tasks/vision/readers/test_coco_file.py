@@ -149,3 +149,14 @@ def test_several_faults_of_a_kind_are_counted(tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match=r"data.eval: cannot be read"):
         read_coco(tmp_path / "none.json", key="data.eval")
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_images_may_have_an_image_id(tmp_path, both):
+    image = {"image_id": 5, "file_name": "a.png", "height": 9, "width": 9} | ({"id": 5} if both else {})
+    row = {"id": 1, "image_id": 5, "category_id": 1, "bbox": [1, 1, 3, 3]}
+    content = {"images": [image], "annotations": [row], "categories": [{"id": 1, "name": "cell"}]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    found = read_coco(tmp_path / "a.json", key="data.train")
+    assert (found.image_ids.tolist(), found.boxes.tolist()) == ([5], [[1, 1, 3, 3]])
+    assert len(found.notes) == (not both)

@@ -497,3 +497,61 @@ def test_a_palette_with_an_unknown_colour_for_a_class_is_an_error(tmp_path):
     names = {"classes": ["background", "object"], "masks": "ids"}
     (tmp_path / "classes.yaml").write_text(json.dumps(names))
     assert read(tmp_path, classes=None)[1].mask.sum() == 6
+
+
+@pytest.mark.parametrize("ending", ["_mask", "_segmentation", "-gt", "_Label"])
+@pytest.mark.parametrize("place", ["masks", "labels", "SegmentationClass"])
+def test_masks_with_usual_endings_in_usual_folders_are_read_with_a_note(tmp_path, ending, place):
+    folder = make(tmp_path / "set")
+    for path in (folder / "masks").iterdir():
+        path.rename(path.with_name(f"{path.stem}{ending}.png"))
+    (folder / "masks").rename(folder / place)
+    data = read(folder)
+    check_samples(data)
+    data.check()
+    assert f"the masks are named NAME{ending}, and belong to the images NAME" in data.notes
+    assert ("masks are read from labels/" in data.notes) == (place == "labels")
+    (folder / place / f"0{ending}.png").unlink()
+    with pytest.raises(DataError, match="this image has no mask"):
+        read(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, bool, np.float32])
+def test_masks_may_be_arrays_of_numpy(folder, dtype):
+    for number, size in enumerate(SIZES):
+        (folder / "masks" / f"{number}.png").unlink()
+        np.save(folder / "masks" / f"{number}.npy", (ids(size, number) % (2 if dtype is bool else 3)).astype(dtype))
+    data = read(folder)
+    assert not any("left out" in note for note in data.notes)
+    assert data.check().masks == len(SIZES)
+    if dtype is not bool:
+        check_samples(data)
+    np.save(folder / "masks" / "1.npy", np.full(SIZES[1], 0.5))
+    fault(folder, "1.npy", "float64", "save integers")
+
+
+def test_grey_masks_that_were_saved_as_rgb_are_ids(folder):
+    for number, size in enumerate(SIZES):
+        save(folder / "masks" / f"{number}.png", np.repeat(ids(size, number)[..., None], 3, axis=2))
+    data = read(folder)
+    check_samples(data)
+    assert any("saved as RGB" in note for note in data.notes)
+    assert data.masks.form().kind == "grey"
+    save(folder / "masks" / "0.png", picture(SIZES[0], 0))
+    fault(folder, "0.png", "colour")
+
+
+@pytest.mark.parametrize("orientation", [5, 6, 7, 8])
+def test_a_mask_that_was_drawn_before_the_image_was_turned_is_turned(tmp_path, orientation):
+    from lockstep_recipes.tasks.vision.images.decode import turned
+
+    pixels, mask = picture((6, 8), 0), ids((6, 8), 0)
+    (tmp_path / "images").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(tmp_path / "images" / "0.png", exif=exif)
+    save(tmp_path / "masks" / "0.png", mask)
+    data = read(tmp_path)
+    data.check()
+    np.testing.assert_array_equal(data[0].pixels, turned(pixels, orientation))
+    np.testing.assert_array_equal(data[0].mask, turned(mask, orientation))

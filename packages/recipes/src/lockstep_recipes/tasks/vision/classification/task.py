@@ -19,6 +19,7 @@ from lockstep_recipes.tasks.readers.labels import split as split_labels
 from lockstep_recipes.tasks.vision.classification.models import median_side, models_for, size_for
 from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
 from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter, ClassificationTask, Sample
+from lockstep_recipes.tasks.vision.faults import classes
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
@@ -62,6 +63,7 @@ class Classification(ClassificationTask):
     """
 
     presenter = ClassificationPresenter
+    finders = (*ClassificationTask.finders, classes.rare_class, classes.given_away)
     kept = "classification.json"
     about_type = ClassificationMetadata
 
@@ -125,6 +127,10 @@ class Classification(ClassificationTask):
         if not self.options.eval_fraction or self.eval_source is not None:
             return None, None  # the source does not have to be read again
         return self._rows(self._records(self.train_source, "train", None))
+
+    def read(self, source: str, split: Literal["train", "eval"], names: list[str] | None) -> Any:
+        records = self._records(source, split, names)
+        return records if isinstance(records, Digits) else DecodedImages(records, channels=self.options.channels)
 
     def _data(self, source: str, split: Literal["train", "eval"], rows: Any = None) -> Digits | DecodedImages:
         records = self._records(source, split, self.classes)

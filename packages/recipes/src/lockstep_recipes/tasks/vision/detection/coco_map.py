@@ -16,21 +16,20 @@ from torchmetrics import Metric
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.foreign_errors import optional
 from lockstep_recipes.tasks.arrays import Array
+from lockstep_recipes.tasks.vision.detection.options import MOST_COUNTED
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImages
-
-MOST = 100
-"""pycocotools uses at most this many boxes per image and class (the last of its `maxDets`)."""
 
 
 class CocoMap(Metric):
     """Average precision of boxes, exactly as pycocotools computes it on one process.
 
-    Each rank keeps at most 100 boxes per image and class, 22 bytes each, and 12 bytes per image. Rank 0 gets those of
-    all ranks, and calls pycocotools class by class, so that only the objects of one class exist at a time.
+    Each rank keeps at most `most` boxes per image and class, 22 bytes each, and 12 bytes per image. Rank 0 gets those
+    of all ranks, and calls pycocotools class by class, so that only the objects of one class exist at a time.
 
     Args:
         truth: returns the images with their true boxes. It is called when the metric is computed.
         classes: names of the classes.
+        most: boxes that count per image and class. More objects than this could not all be found.
     """
 
     full_state_update = False
@@ -39,10 +38,10 @@ class CocoMap(Metric):
     counts: list[Tensor]
     ids: list[Tensor]
 
-    def __init__(self, truth: Callable[[], BoxedImages], classes: Sequence[str]) -> None:
+    def __init__(self, truth: Callable[[], BoxedImages], classes: Sequence[str], most: int = MOST_COUNTED) -> None:
         super().__init__()
         cocoeval()  # if pycocotools is missing, fail before training
-        self.truth, self.classes = truth, list(classes)
+        self.truth, self.classes, self.most = truth, list(classes), most
         for name in ("boxes", "labels", "counts", "ids"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -55,7 +54,7 @@ class CocoMap(Metric):
             labels: (images, entries): class numbers. -1 for entries without a box.
             ids: int64 (images): the ids of the images.
         """
-        kept = among_best(scores.cpu(), labels.cpu())
+        kept = among_best(scores.cpu(), labels.cpu(), self.most)
         rows = torch.cat([boxes.detach().float().cpu(), scores.detach().float().cpu()[..., None]], -1)
         self.boxes.append(rows[kept])
         self.labels.append(labels.cpu()[kept].to(torch.int16))
@@ -67,10 +66,10 @@ class CocoMap(Metric):
 
         Returns:
             `mAP`, `mAP50`, `mAP75`: the means over classes, at IoU 0.50 to 0.95, 0.50 and 0.75; `mAP_small`,
-            `mAP_medium`, `mAP_large`: by area, below 32 x 32, below 96 x 96 and above; `mAR`: the mean recall with 100
-            boxes per image and class; `mAP/CLASS`: for each class. Sizes and classes without any true box are left out.
-            All other values are -1 if there are no true boxes at all. `precision_recall`: (classes, 101), the precision
-            at IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
+            `mAP_medium`, `mAP_large`: by area, below 32 x 32, below 96 x 96 and above; `mAR`: the mean recall with
+            `most` boxes per image and class; `mAP/CLASS`: for each class. Sizes and classes without any true box are
+            left out. All other values are -1 if there are no true boxes at all. `precision_recall`: (classes, 101), the
+            precision at IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
 
         Raises:
             DataError: an image is not in the data, or occurs twice.
@@ -84,11 +83,12 @@ class CocoMap(Metric):
             scores=rows[:, 4] if len(rows) else np.zeros(0, np.float32),
             labels=labels,
             images=np.repeat(ids, counts),
+            most=self.most,
         )
         return summary(precision, recall, self.classes)
 
 
-def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
+def among_best(scores: Tensor, labels: Tensor, most: int = MOST_COUNTED) -> Tensor:
     """True for the `most` best boxes of each image and class; of two equal boxes, the earlier one is better.
 
     Args:
@@ -112,7 +112,14 @@ def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
 
 
 def evaluate_classes(
-    truth: BoxedImages, *, seen: Array, boxes: Array, scores: Array, labels: Array, images: Array
+    truth: BoxedImages,
+    *,
+    seen: Array,
+    boxes: Array,
+    scores: Array,
+    labels: Array,
+    images: Array,
+    most: int = MOST_COUNTED,
 ) -> tuple[Array, Array]:
     """The arrays `precision` and `recall` of pycocotools' `COCOeval.accumulate` over all classes.
 
@@ -121,6 +128,7 @@ def evaluate_classes(
         boxes: (n, 4) left, top, right, bottom in pixels of the original image.
         scores, labels: (n).
         images: (n): ids of the images.
+        most: boxes that count per image and class.
 
     Returns:
         (IoU, recall, classes, areas, maxDets) and (IoU, classes, areas, maxDets), with the classes by number.
@@ -148,7 +156,7 @@ def evaluate_classes(
         for number, place in enumerate(np.flatnonzero(labels == label).tolist(), start=1):
             box = _box(number, images[place], category, xywh[place], xywh[place, 2] * xywh[place, 3])
             found.append({**box, "score": float(scores[place])})
-        arrays[label] = _evaluate_class(category, true, found)
+        arrays[label] = _evaluate_class(category, true, found, most)
     precision, recall = (
         np.concatenate([arrays[label][part] for label in range(len(truth.category_ids))], axis=axis)
         for part, axis in ((0, 2), (1, 1))
@@ -169,12 +177,15 @@ def width_and_height(boxes: Array) -> Array:
     return edges
 
 
-def _evaluate_class(category: int, true: list[dict[str, Any]], found: list[dict[str, Any]]) -> tuple[Array, Array]:
+def _evaluate_class(
+    category: int, true: list[dict[str, Any]], found: list[dict[str, Any]], most: int
+) -> tuple[Array, Array]:
     """Precision and recall of one class by pycocotools, for the images with true or detected boxes of it."""
     evaluation = cocoeval()(iouType="bbox")
     images = sorted({box["image_id"] for box in true} | {box["image_id"] for box in found})
     with _quiet():
         evaluation.cocoGt, evaluation.cocoDt = (_coco(boxes, images, category) for boxes in (true, found))
+        evaluation.params.maxDets[-1] = most
         evaluation.params.imgIds, evaluation.params.catIds = images, [category]
         evaluation.evaluate()
         evaluation.accumulate()

@@ -11,6 +11,8 @@ from lockstep_recipes.tasks.vision.image_options import BatchNormChoice, ImageOp
 from lockstep_recipes.tasks.vision.images.options import AugmentOptions, Probability
 
 CENTER = "center"
+MOST_COUNTED = 100
+"""By COCO's rules, this many boxes per image and class count: the last of pycocotools' `maxDets`."""
 
 
 class DetectionScratchOptions(Section):
@@ -57,7 +59,8 @@ class DetectionOptions(ImageOptions):
     pretrained weights and `batch` without, because its exported files cannot express that GroupNorm replaces
     BatchNorm."""
     most_boxes: PositiveInt = 300
-    """Maximum number of boxes of a prediction. pycocotools uses at most 100 per image and class."""
+    """Maximum number of boxes of a prediction. In evaluations, 100 per image and class count, as by COCO's rules, or as
+    many as an image has."""
     score_threshold: Probability = 0.3
     """Boxes with a lower score are neither drawn nor shown, and do not count as false positives. Metrics, and
     predictions in files, include boxes of every score."""

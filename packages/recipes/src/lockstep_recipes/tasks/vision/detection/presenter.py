@@ -15,6 +15,7 @@ from lockstep.drawing import diagrams, drawing
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.detection import program
 from lockstep_recipes.tasks.vision.detection.matching import Matched, match
+from lockstep_recipes.tasks.vision.detection.options import MOST_COUNTED
 from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
@@ -216,8 +217,19 @@ class DetectionPresenter(ImagePresenter):
         return lines + [f"  {note}" for note in data.notes]
 
     def of_evaluation(self) -> list[str]:
-        tile = self.task.options.tile
-        return [f"evaluation: images larger than {tile} pixels are split into tiles"] if tile else []
+        task, tile = self.task, self.task.options.tile
+        lines = [f"evaluation: images larger than {tile} pixels are split into tiles"] if tile else []
+        if task.most_counted > MOST_COUNTED:
+            lines.append(
+                f"evaluation: an image has {task.most_counted:,} objects of a class, so as many boxes count; by COCO's "
+                f"rules it would be {MOST_COUNTED}, and no detector could find the others"
+            )
+        data, most = task.eval_data(), task.options.most_boxes
+        if data is not None and (largest := int(data.counts.max(initial=0))) > most:
+            share = float(np.minimum(data.counts, most).sum() / data.counts.sum())
+            what = f"an image has {largest:,} boxes, but a prediction at most task.most_boxes={most}"
+            lines.append(f"WARNING: evaluation: {what}: the recall cannot exceed {share:.3f}. Increase it")
+        return lines
 
     def program(self, model: nn.Module) -> Program:
         """Boxes, scores and labels in squares: see `detection.program`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +19,12 @@ from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
 from lockstep_recipes.tasks.vision.detection.model_choice import models_for
 from lockstep_recipes.tasks.vision.detection.models import DetectionModels, Detections, Targets, image_of_each
-from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.detection.options import MOST_COUNTED, DetectionOptions
 from lockstep_recipes.tasks.vision.detection.overlap import remaining
 from lockstep_recipes.tasks.vision.detection.presenter import DetectionPresenter
 from lockstep_recipes.tasks.vision.detection.program import DetectionTask
 from lockstep_recipes.tasks.vision.detection.views import View, in_image, views
+from lockstep_recipes.tasks.vision.faults import boxes, edges
 from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
 from lockstep_recipes.tasks.vision.images.augment import train_image
@@ -81,6 +83,17 @@ class Detection(DetectionTask):
     """
 
     presenter = DetectionPresenter
+    finders = (
+        *DetectionTask.finders,
+        boxes.bad_boxes,
+        boxes.odd_sizes,
+        boxes.doubled,
+        boxes.other_size,
+        boxes.rare_box_class,
+        edges.turned_by_exif,
+        edges.mirrored,
+        edges.misfits,
+    )
     kept = "detection.json"
     about_type = DetectionMetadata
 
@@ -115,6 +128,13 @@ class Detection(DetectionTask):
         if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
         return read_boxed_images(source, split, options, classes=classes, cache=self.cache)
+
+    def unchecked(self, split: str) -> Any:
+        source: Any = self.train_source if split == "training" else self.eval_source
+        with contextlib.suppress(DataError):
+            part: Literal["train", "eval"] = "train" if split == "training" else "eval"
+            return None if source is None else read_boxed_images(source, part, self.options, checked=False)
+        return None
 
     # ---- the model
 
@@ -283,7 +303,17 @@ class Detection(DetectionTask):
         """`mAP`, `mAP50`, `mAP75`, by size of the objects and by class, as in `coco_map.CocoMap.compute`."""
         from lockstep_recipes.tasks.vision.detection.coco_map import CocoMap
 
-        return Metrics({"boxes": CocoMap(self._truth, self.classes)}, self._update)
+        return Metrics({"boxes": CocoMap(self._truth, self.classes, self.most_counted)}, self._update)
+
+    @cached_property
+    def most_counted(self) -> int:
+        """The boxes of a class that count in an image: 100 by COCO's rules, or as many as an evaluation image has."""
+        data = self._eval
+        if data is None:
+            return MOST_COUNTED
+        single = ~data.annotations.crowd
+        pairs = data.annotations.images[single] * len(self.classes) + data.labels[single]
+        return int(max(MOST_COUNTED, np.bincount(np.unique(pairs, return_inverse=True)[1]).max(initial=0)))
 
     def _truth(self) -> BoxedImages:
         if self._eval is None:

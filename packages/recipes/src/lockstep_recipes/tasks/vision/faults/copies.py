@@ -1,106 +1,64 @@
-"""Images that show the same: frames of a video, slices of a patient, files that were saved again."""
+"""Images that are equal byte by byte: with different labels, or in training and evaluation."""
 
 from __future__ import annotations
 
-import re
+import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from pathlib import PurePath
 
-import numpy as np
-
+from lockstep.core.errors import DataError
 from lockstep_recipes.look.finding import DataFinding
-from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.faults.view import ImageFacts, ImageSplit, ImageView
+from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 
-_NOISE = 0.02
-_ALIKE = 0.012
-"""Near copies differ by at most this share of their range, on average over small versions of them."""
-_PLAIN = 0.03
-"""Images of less contrast are alike by chance."""
-_CROWD = 100
-_GROUP = re.compile(r"(?P<group>.+?)[ _.-]*(?:frame|slice|tile|patch|crop|aug|copy)[ _.-]*\(?\d+\)?$", re.I)
-_REMEDY = "move all of them to one side: set task.columns.group, or make folders of patients or videos"
+_MOST_BYTES = 1 << 30
 
 
-def across(data: ImageView) -> Iterator[DataFinding]:
-    """Images for evaluation that look like training images."""
-    if len(data.splits) < 2:
-        return
-    training, evaluation = data.splits
-    known = [one for one in training.facts if _is_comparable(one)]
-    found = _alike([one for one in evaluation.facts if _is_comparable(one)], known)
-    for one, other in found:
-        how = "is equal to" if one.digest == other.digest else "looks like"
-        what = f"for evaluation, but {how} {other.file} for training"
-        image = partial(_both, evaluation, one, training, other)
-        yield DataFinding("warning", "copies-across", one.file, what, _REMEDY, image)
+def equal_images(data: ImageView) -> Iterator[DataFinding]:
+    """Groups of equal files. A run's log has its own lines on them, so its head is left out."""
+    for group in _groups(data):
+        (first, index), *others = group
+        same = first.pictures.where(index)
+        what = f"equal byte by byte to {same}"
+        for split, number in others:
+            file, image = split.pictures.where(number), partial(split.pixels, number)
+            one, other = _label(first, index), _label(split, number)
+            if one is not None and other is not None and one != other:
+                names = f"{data.classes[other]!r} and {data.classes[one]!r}"
+                remedy = "decide which label is right, and remove the other file"
+                yield DataFinding("error", "label-conflict", file, f"{what}, with the classes {names}", remedy, image)
+            if split.name != first.name:
+                remedy = "remove it from one of the two: its result does not count as that of a new image"
+                yield DataFinding("error", "train-in-eval", file, f"an evaluation image {what}", remedy, image)
 
 
-def groups_across(data: ImageView) -> Iterator[DataFinding]:
-    """Files whose names have the same video or patient before `frame`, `slice`, `tile` and a number, in both splits."""
-    if len(data.splits) < 2:
-        return
-    training, evaluation = map(_groups, data.splits)
-    for group in sorted(training.keys() & evaluation.keys()):
-        here, there = data.splits[0].pictures.where(training[group]), data.splits[1].pictures.where(evaluation[group])
-        what = f"for evaluation, but {here} for training has the same name before its number"
-        yield DataFinding("warning", "group-across", there, what, _REMEDY)
+def _label(split: ImageSplit, index: int) -> int | None:
+    return None if split.labels is None else int(split.labels[index])
 
 
-def _groups(split: ImageSplit) -> dict[str, int]:
-    """The first image of each group."""
-    found: dict[str, int] = {}
-    for row in map(int, split.opened):
-        match = _GROUP.fullmatch(PurePath(split.pictures.name(row)).stem)
-        if match:
-            found.setdefault(match["group"], row)
-    return found
-
-
-def _is_comparable(one: ImageFacts) -> bool:
-    return one.thumbnail is not None and one.spread > _PLAIN and one.high > one.low
-
-
-def _scaled(one: ImageFacts) -> Array:
-    """The thumbnail from 0 to 1."""
-    assert one.thumbnail is not None
-    scaled: Array = (one.thumbnail - one.low) / (one.high - one.low)
-    return scaled
-
-
-def _hashes(images: Array) -> Array:
-    """The difference hash of images from 0 to 1: whether each of 8 x 8 pairs of neighbours becomes brighter to the
-    right, as four numbers of 16 bits. (images, 4)."""
-    rows = images.reshape(len(images), 8, 2, 16).mean(axis=2)
-    brighter = rows[:, :, 1::2] - rows[:, :, ::2] > _NOISE
-    numbers: Array = np.packbits(brighter.reshape(len(images), -1), axis=1).view(np.uint16)
-    return numbers
-
-
-def _alike(ones: list[ImageFacts], others: list[ImageFacts]) -> Iterator[tuple[ImageFacts, ImageFacts]]:
-    """Each of `ones` that looks like one of `others`, with the most similar of these."""
-    if not ones or not others:
-        return
-    here, there = (np.stack([_scaled(one) for one in part]) for part in (ones, others))
-    places: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row, numbers in enumerate(_hashes(there).tolist()):
-        for part, number in enumerate(numbers):
-            places[part, number].append(row)
-    for row, numbers in enumerate(_hashes(here).tolist()):
-        groups = [places.get((part, number), []) for part, number in enumerate(numbers)]
-        rows = sorted({other for group in groups if len(group) <= _CROWD for other in group})
-        if rows:
-            distances = np.abs(there[rows] - here[row]).mean(axis=(1, 2))
-            best = int(distances.argmin())
-            if distances[best] <= _ALIKE:
-                yield ones[row], others[rows[best]]
-
-
-def _both(split: ImageSplit, one: ImageFacts, other_split: ImageSplit, other: ImageFacts) -> Array:
-    """Two images, side by side."""
-    left, right = split.pixels(one.index), other_split.pixels(other.index)
-    height = max(len(left), len(right))
-    padded = [np.pad(image, ((0, height - len(image)), (0, 4), (0, 0))) for image in (left, right)]
-    return np.concatenate(padded, axis=1)
+def _groups(data: ImageView) -> Iterator[list[tuple[ImageSplit, int]]]:
+    by_size: dict[int, list[tuple[ImageSplit, int, str]]] = defaultdict(list)
+    for split in data.splits:
+        if split.extent.is_short:
+            return
+        files = split.files
+        if files is None:
+            continue
+        for index in range(len(split)):
+            path = files(index)
+            try:
+                by_size[os.stat(path).st_size].append((split, index, os.path.realpath(path)))
+            except OSError:
+                continue
+    left = _MOST_BYTES
+    for size, found in sorted(by_size.items(), key=lambda item: item[0]):
+        if not size or len({path for *_, path in found}) < 2 or (left := left - size * len(found)) < 0:
+            continue
+        by_content: dict[bytes, list[tuple[ImageSplit, int]]] = defaultdict(list)
+        for split, index, _ in found:
+            try:
+                by_content[hashlib.blake2b(split.pictures.read(index), digest_size=16).digest()].append((split, index))
+            except DataError:
+                continue
+        yield from (group for group in by_content.values() if len(group) > 1)

@@ -19,9 +19,8 @@ def unreadable(data: ImageView) -> Iterator[DataFinding]:
     for split in data.splits:
         for one in split.facts:
             if one.error is not None:
-                what = "the file is empty" if not one.bytes and "cannot" not in one.error else one.error
                 remedy = "repair or remove the file; or set data.on_error=skip to train without it"
-                yield DataFinding("error", "unreadable", one.file, what, remedy)
+                yield DataFinding("error", "unreadable", one.file, one.error, remedy)
 
 
 def blank(data: ImageView) -> Iterator[DataFinding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,14 @@ import numpy as np
 from lockstep.core.errors import DataError
 from lockstep_recipes.look.finding import DataFinding, Extent
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.images.decode import decode, orientation_of
-from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages
+from lockstep_recipes.tasks.vision.images.decode import WHITE, decode, orientation_of
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
+from lockstep_recipes.tasks.vision.readers.image_records import ImageSubset
 
 _DRAFT = 128
 """Pixels of the side to which JPEG files are decoded for facts, at least."""
 _THUMBNAIL = 16
+_TIFF_BITS = 258
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class ImageFacts:
     """The standard deviation of the pixels, as a share of their range."""
     thumbnail: Array | None = None
     """(16, 16) float32 grey, upright: for comparisons of images."""
+    frames: int = 1
+    bits: int = 8
+    """Of a channel in the file."""
     alpha: tuple[int, int] | None = None
     """The smallest and the largest value of an alpha channel."""
 
@@ -71,7 +76,8 @@ class ImageSplit:
     annotations: Any = None
     """A `readers.coco_file.Annotations`, or None."""
     classes: Sequence[str] = ()
-    channels: int = 3
+    levels: int = WHITE
+    """The value that becomes white in grey images of 16 bits."""
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -96,7 +102,17 @@ class ImageSplit:
 
     def pixels(self, index: int) -> Array:
         """An image for the page: uint8 (height, width, 3), upright."""
-        return decode(self.pictures.read(index), channels=3, where=self.pictures.where(index))
+        where = self.pictures.where(index)
+        return decode(self.pictures.read(index), channels=3, levels=self.levels, where=where)
+
+    @property
+    def files(self) -> Callable[[int], str] | None:
+        """The path of each image. None: images are not files."""
+        pictures: Any = self.pictures
+        if isinstance(pictures, ImageSubset):
+            inner, rows = pictures.pictures, pictures.rows
+            return (lambda index: inner.path(int(rows[index]))) if isinstance(inner, ImageFiles) else None
+        return pictures.path if isinstance(pictures, ImageFiles) else None
 
 
 @dataclass
@@ -127,6 +143,8 @@ def facts_of(pictures: EncodedImages, index: int) -> ImageFacts:
     except DataError as error:
         return ImageFacts(index, where, 0, b"", error.what)
     digest = hashlib.blake2b(data, digest_size=16).digest()
+    if not data:
+        return ImageFacts(index, where, 0, digest, "the file is empty")
     try:
         known = _decoded(data)
     except Exception as error:  # PIL's readers raise many kinds of errors
@@ -141,6 +159,8 @@ def _decoded(data: bytes) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         known: dict[str, Any] = {"format": image.format or "", "mode": image.mode, "size": image.size[::-1]}
         known["orientation"] = orientation_of(image)
+        known["frames"] = getattr(image, "n_frames", 1)
+        known["bits"] = _bits(image, data)
         image.draft(None, (_DRAFT, _DRAFT))
         image.load()
         bands = image.getbands()
@@ -159,3 +179,11 @@ def _decoded(data: bytes) -> dict[str, Any]:
         small = small.resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
         known["thumbnail"] = np.asarray(small, dtype=np.float32)
     return known
+
+
+def _bits(image: Any, data: bytes) -> int:
+    """Bits of each channel in the file."""
+    if image.format == "PNG":
+        return data[24]
+    found = image.tag_v2.get(_TIFF_BITS, (8,)) if image.format == "TIFF" else (8,)
+    return int(found[0])

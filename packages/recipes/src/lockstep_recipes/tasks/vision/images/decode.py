@@ -11,7 +11,7 @@ import functools
 import io
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from PIL import Image as PILImage
 
 Pixels = npt.NDArray[np.uint8]
+T = TypeVar("T", bound=np.generic)
 
 _EXIF_ORIENTATION = 0x0112
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
@@ -63,17 +64,17 @@ def decode(data: bytes, *, channels: int = 3, levels: int = WHITE, where: str = 
         return turned(_to_pixels(image, channels, levels, where), orientation_of(image))
 
 
-def levels_of(pictures: Any) -> int:
+def levels_of(images: Any) -> int:
     """The value that becomes white in the grey images of 16 bits of a training set: the largest value of the number of
     bits that they use. A few images are opened, spread over the set, and more of them if one has 16 bits.
 
     Args:
-        pictures: encoded images, with a length and `read(index)`.
+        images: encoded images, with a length and `read(index)`.
     """
     highest: float = -1
-    for most in (min(_FEW, len(pictures)), min(_MANY, len(pictures))):
-        for index in (number * len(pictures) // most for number in range(most)):
-            with contextlib.suppress(DataError), opened(pictures.read(index), "") as image:
+    for most in (min(_FEW, len(images)), min(_MANY, len(images))):
+        for index in (number * len(images) // most for number in range(most)):
+            with contextlib.suppress(DataError), opened(images.read(index), "") as image:
                 if image.mode in _SIXTEEN_BIT:
                     image.load()
                     highest = max(highest, image.getextrema()[1])
@@ -237,7 +238,7 @@ def orientation_of(image: PILImage.Image) -> int:
     return value if 1 <= value <= 8 else 1
 
 
-def turned(pixels: Pixels, orientation: int) -> Pixels:
+def turned(pixels: npt.NDArray[T], orientation: int) -> npt.NDArray[T]:
     """The upright image. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
     if orientation == 1:
         return pixels

@@ -24,6 +24,7 @@ _INTEGERS = ("L", "P", "1", "I", "I;16", "I;16B", "I;16L", "I;16N")
 _STEPS = {2: 85, 4: 17}
 """PIL spreads grey values of 2 and 4 bits over 0 to 255. This is the step between values, by number of bits."""
 _TIFF_BITS = 258
+_NUMPY = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class MaskValues:
         return self.values.ndim == 3
 
 
+def as_ids(mask: MaskValues) -> MaskValues:
+    """The ids of a grey mask that was saved as RGB: all three values of each pixel are equal. Otherwise the mask."""
+    if not mask.in_color or not (mask.values == mask.values[..., :1]).all():
+        return mask
+    return MaskValues(mask.values[..., 0].copy())
+
+
 def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
     """The numbers in a mask file.
 
@@ -49,6 +57,7 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
     | palette of up to 256 colours | the palette index of each pixel |
     | grey of 1, 2, 4, 8, 16 or 32 bits | the grey value in the file: 0 and 1 for a file of 1 bit |
     | RGB | colours; an alpha channel is dropped, as for grey files |
+    | .npy | the integers of an array (height, width); of an array (height, width, 3) of uint8, colours |
 
     The orientation in the file's EXIF data is applied, as it is for images.
 
@@ -60,6 +69,8 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
         DataError: the data is empty, not an image, truncated or damaged; it is a JPEG or WebP file, which may not
             preserve the saved values; or its pixels are floating-point numbers, CMYK or similar.
     """
+    if data.startswith(_NUMPY):
+        return MaskValues(_array(data, where))
     with opened(data, where) as image:
         if image.format in _LOSSY:
             what = f"a {image.format} file does not keep the values of a mask exactly"
@@ -114,6 +125,24 @@ def _values(image: PILImage.Image, data: bytes, where: str) -> Array:
         return np.array(image)[..., :3].copy()
     remedy = "save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB"
     raise DataError(f"a mask cannot have pixels of PIL mode {image.mode}", where=where or None, remedy=remedy)
+
+
+def _array(data: bytes, where: str) -> Array:
+    """The ids or colours in a file of NumPy."""
+    try:
+        values: Array = np.load(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # a damaged file raises many kinds of errors
+        what = f"not readable as NumPy: {type(error).__name__}: {error}"
+        raise DataError(what, where=where or None, remedy="write the file again, or remove it") from error
+    values = values[0] if values.ndim == 3 and values.shape[0] == 1 else values
+    values = values[..., 0] if values.ndim == 3 and values.shape[2] == 1 else values
+    if values.dtype == np.bool_ or (values.dtype.kind == "f" and (values == values.round()).all()):
+        values = values.astype(np.int32)
+    in_color = values.ndim == 3 and values.shape[2] == 3 and values.dtype == np.uint8
+    if values.dtype.kind not in "iu" or not (in_color or values.ndim == 2) or not values.size:
+        what = f"an array of {values.dtype} with the shape {values.shape} is not a mask"
+        raise DataError(what, where=where or None, remedy="save integers (height, width): the id of each pixel")
+    return values
 
 
 def _bits(image: PILImage.Image, data: bytes) -> int:

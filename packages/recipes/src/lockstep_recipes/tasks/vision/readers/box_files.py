@@ -22,6 +22,7 @@ from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations, more_like_this
 from lockstep_recipes.tasks.vision.readers.image_files import is_image, left_out_below, size_of_file
+from lockstep_recipes.tasks.vision.readers.yolo_lines import YoloLines
 
 _NOT_LABELS = ("classes.txt", "README.txt", "README.roboflow.txt", "README.dataset.txt")
 
@@ -108,17 +109,25 @@ def read_voc(
     return out.annotations(folder, names, notes=notes)
 
 
-def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_folders: bool = True) -> Annotations:
+def read_yolo(
+    images: Sequence[Path],
+    names: Sequence[str] | None,
+    *,
+    whole_folders: bool = True,
+    keypoints: tuple[int, int] | None = None,
+) -> Annotations:
     """Read boxes from YOLO's text files, with a line for each object: `class x y width height`.
 
     x and y are the centre of the box. All four are fractions of the image's width and height. A line with three or more
-    points (`class x y x y x y ...`) is a polygon, whose bounding box is used. An image without a text file has no
+    points (`class x y x y x y ...`) is a polygon, whose bounding box is used. With `keypoints`, a longer line is a box
+    with keypoints (a pose), which are not used. An image without a text file has no
     objects. The text file of `.../images/a.jpg` is `.../labels/a.txt`.
 
     Args:
         images: the images.
         names: the names of the classes, by number. None: the numbers are the names.
         whole_folders: the images are all images of their folders, so each text file must belong to one of them.
+        keypoints: the number of keypoints after each box, and of the numbers of each (`kpt_shape`). None: no keypoints.
 
     Raises:
         DataError: a line has a different form, or a class that is not in `names`; no image has a text file; a text
@@ -127,6 +136,7 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
     remedy = "name each image once, and do not name a folder together with a folder or a list that contains its images"
     _refuse_twice([str(path) for path in images], where=None, remedy=remedy)
     out = _Collected()
+    polygons = YoloLines(keypoints)
     without = 0
     for path in images:
         file = label_file(path)
@@ -141,11 +151,12 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
             raise DataError(f"cannot be read: {error}", where=str(file), remedy="repair or remove it") from error
         for line, text in enumerate(lines, 1):
             if text.strip():
-                _read_line(text.split(), size, out, where=f"{file}:{line}", names=names)
+                _read_line(text.split(), size, out, where=f"{file}:{line}", names=names, polygons=polygons)
         out.names.append(str(path.absolute()))  # the images may be in several folders
         out.files.append(str(file))
         out.sizes.append(size)
         out.counts.append(len(out.labels) - before)
+    polygons.check()
     if without == len(images):
         what = f"none of the {len(images)} images has a label file"
         remedy = "the labels of DIR/images/a.jpg are expected in DIR/labels/a.txt"
@@ -234,7 +245,13 @@ def _numbers(out: _Collected, names: Sequence[str]) -> list[int]:
 
 
 def _read_line(
-    words: Sequence[str], size: tuple[int, int], out: _Collected, *, where: str, names: Sequence[str] | None
+    words: Sequence[str],
+    size: tuple[int, int],
+    out: _Collected,
+    *,
+    where: str,
+    names: Sequence[str] | None,
+    polygons: YoloLines,
 ) -> None:
     height, width = size
     try:
@@ -242,15 +259,15 @@ def _read_line(
     except ValueError as error:
         what = f"the line is {' '.join(words)!r}"
         raise DataError(what, where=where, remedy="write numbers: class x y width height") from error
-    if len(values) == 4:
-        x, y, w, h = values
+    if len(values) == 4 or (len(values) > 4 and polygons.is_pose(values, where)):
+        x, y, w, h = values[:4]
         left, top, wide, high = x - w / 2, y - h / 2, w, h
-    elif len(values) >= 6 and len(values) % 2 == 0:
+    elif len(values) >= 6 and len(values) % 2 == 0 and not polygons.after_box:
         left, top = min(values[::2]), min(values[1::2])
         wide, high = max(values[::2]) - left, max(values[1::2]) - top
     else:
         what = f"the line has {len(words)} numbers"
-        raise DataError(what, where=where, remedy="write five: class x y width height, as fractions of the image")
+        raise DataError(what, where=where, remedy=polygons.expected)
     if not label.is_integer() or label < 0 or (names is not None and label >= len(names)):
         allowed = "0 or more" if names is None else f"0 to {len(names) - 1}"
         what = f"the class is {words[0]}, but must be {allowed}"

@@ -43,6 +43,8 @@ class AnnotationLayout:
     """YOLO: whether the images are all images of some folders rather than a list."""
     names: tuple[str, ...] | None = None
     """YOLO: the names of the classes."""
+    keypoints: tuple[int, int] | None = None
+    """YOLO: the number of keypoints after each box, and of the numbers of each. None: there are none."""
 
 
 def find_layout(source: str, *, key: str, split: Split, images: str | None = None) -> AnnotationLayout:
@@ -209,7 +211,9 @@ def _yolo(file: Path | None, folder: Path, split: Split) -> AnnotationLayout | N
     where = file or folder
     pictures = tuple(path for place in places for path in _yolo_images(place, where))
     whole = all(place.is_dir() for place in places)
-    return AnnotationLayout("yolo", where, folder, pictures=pictures, whole_folders=whole, names=names)
+    points = None if file is None else _keypoints(content, file)
+    kept: dict[str, Any] = {"pictures": pictures, "whole_folders": whole, "names": names, "keypoints": points}
+    return AnnotationLayout("yolo", where, folder, **kept)
 
 
 def _yolo_file(file: Path) -> Mapping[str, Any]:
@@ -231,6 +235,17 @@ def _yolo_names(content: Mapping[str, Any], file: Path) -> tuple[str, ...] | Non
         return None if names is None else tuple(str(name) for name in names)
     what = f"`names` is {names!r}"
     raise DataError(what, where=str(file), remedy="give a list of distinct names, or names by number from 0")
+
+
+def _keypoints(content: Mapping[str, Any], file: Path) -> tuple[int, int] | None:
+    """The number of keypoints of each object, and of the numbers of each: `kpt_shape`. None: there are none."""
+    shape = content.get("kpt_shape")
+    if shape is None:
+        return None
+    if not (isinstance(shape, list) and len(shape) == 2 and all(type(part) is int for part in shape)):
+        remedy = "write kpt_shape: [POINTS, 2], or [POINTS, 3] with visibility"
+        raise DataError(f"`kpt_shape` is {shape!r}", where=str(file), remedy=remedy)
+    return shape[0], shape[1]
 
 
 def _yolo_place(item: str, root: Path, folder: Path) -> Path:

@@ -157,6 +157,7 @@ def read_boxed_images(
     *,
     classes: Sequence[str] | None = None,
     cache: CacheOptions | None = None,
+    checked: bool = True,
 ) -> BoxedImages:
     """The images of a source, with boxes. No image is decoded here.
 
@@ -173,6 +174,7 @@ def read_boxed_images(
         classes: the class names of the training data, or of the config; class numbers are indices into this list. None:
             the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
         cache: options of the disk cache of decoded images.
+        checked: whether bad boxes are an error, or are left out. Otherwise they are returned.
 
     Raises:
         DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
@@ -184,8 +186,10 @@ def read_boxed_images(
     annotations = _read(layout, key=key, classes=classes, difficult=options.difficult)
     pictures = picture_files(annotations, layout.images, key)
     annotations = _with_sizes(annotations, pictures)
-    check_meaning(annotations, on_bad)
-    annotations, notes = check_boxes(annotations, on_bad)
+    notes: list[str] = []
+    if checked:
+        check_meaning(annotations, on_bad)
+        annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
         raise DataError(f"{key} does not contain any boxes", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
@@ -202,7 +206,7 @@ def _read(layout: AnnotationLayout, *, key: str, classes: Sequence[str] | None, 
         where, stems = layout.annotations, layout.stems
         return read_voc(where, layout.images, stems=stems, classes=classes, difficult=difficult)
     names = classes if layout.names is None else layout.names
-    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
+    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders, keypoints=layout.keypoints)
 
 
 def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFiles:

@@ -10,7 +10,7 @@ import json
 import pickle
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,6 +116,8 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
     _unique(classes, "name", "categories", path)
     order = np.argsort(category_ids, kind="stable")
     known = {"image_ids": image_ids, "file_names": PackedText(names), "sizes": _sizes(content["images"])}
+    if not all("id" in entry for entry in content["images"]):
+        reader.notes.append(f"{path}: images have no `id`: their `image_id` is used")
     known |= {"category_ids": category_ids[order], "classes": tuple(classes[place] for place in order)}
     return _annotations(reader, reader.places(content["annotations"]), path, known)
 
@@ -141,9 +143,14 @@ def read_coco_images(path: Path, *, key: str) -> CocoImages:
         DataError: the file cannot be read, or is not COCO's JSON; `images` or `categories` is missing or empty; an
             entry has no id or no name, or an id that occurs twice.
     """
-    content = _load(path, key, lambda entry: None if "image_id" in entry else entry, ("images", "categories"))
+    content = _load(path, key, lambda entry: None if _is_annotation(entry) else entry, ("images", "categories"))
     image_ids, names, category_ids, classes = _declared(content, path)
     return CocoImages(image_ids.tolist(), names, dict(zip(classes, category_ids.tolist(), strict=True)))
+
+
+def _is_annotation(entry: Mapping[str, Any]) -> bool:
+    """True if a JSON object is an annotation. Some files give images an `image_id`, too."""
+    return "image_id" in entry and ("file_name" not in entry or "category_id" in entry)
 
 
 def _declared(content: dict[str, Any], path: Path) -> tuple[Array, list[str], Array, list[str]]:
@@ -167,12 +174,13 @@ class _Reader:
         self.boxes, self.area, self.crowd = array("d"), array("d"), array("b")
         self.segmentations = bytearray() if segmentations else None
         self.ends = array("q")
+        self.notes: list[str] = []
         self.faults: dict[int, tuple[str, str]] = {}
         """Faults of annotations, by their number in this object: (where, what)."""
 
     def take(self, entry: dict[str, Any]) -> Any:
         """Called for each JSON object, inner ones first. An annotation is replaced by its number."""
-        if "image_id" not in entry:
+        if not _is_annotation(entry):
             return entry
         number = len(self.ids)
         name = f"annotation {entry['id']!r}" if "id" in entry else f"an annotation of image {entry['image_id']!r}"
@@ -244,7 +252,7 @@ def _annotations(reader: _Reader, numbers: Array, path: Path, declared: dict[str
     shown = listed([f"{number} ({name})" for number, name in zip(category_ids, classes, strict=True)])
     _refuse(ids, category_of, ~known, path, f"has category {{}}, but the file declares {shown}")
     order = np.argsort(images, kind="stable")
-    notes = []
+    notes = reader.notes
     if 0 in ids:
         notes.append(
             f"{path}: an annotation has the id 0, and pycocotools counts a detection that matches it as wrong: number "
@@ -309,7 +317,7 @@ def _ids(entries: Sequence[Any], kind: str, path: Path) -> Array:
     """The `id` of each image or category."""
     values = []
     for place, entry in enumerate(entries):
-        value = entry.get("id") if isinstance(entry, dict) else None
+        value = entry.get("id", entry.get("image_id")) if isinstance(entry, dict) else None
         if type(value) is not int or not -(2**63) <= value < 2**63:
             what = f"its id is {value!r}, but must be an integer"
             remedy = "use integers as ids of images and categories, and in the annotations"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.images.decode import image_size
-from lockstep_recipes.tasks.vision.images.mask import MaskKind, decode_mask
-from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles, images_below, size_of_file
+from lockstep_recipes.tasks.vision.images.mask import MaskKind, as_ids, decode_mask
+from lockstep_recipes.tasks.vision.readers.class_table import ClassTable, Color
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles, size_of_file
 from lockstep_recipes.tasks.vision.readers.mask_lookup import MaskLookup
+from lockstep_recipes.tasks.vision.readers.mask_pairs import ARRAYS
 
 _FIRST = 20  # masks to inspect
-IMAGES, MASKS = "images", "masks"
-"""Names of the folders with images, and with their masks."""
+_FEW = 3  # masks, below which an id that occurs once is not odd
 
 Size = tuple[int, int]
 
@@ -109,7 +110,7 @@ class EncodedMasks:
         return decode_mask(self.files.read(0), where=self.where(0)).palette if len(self) else None
 
     def form(self) -> MaskForm:
-        first = decode_mask(self.files.read(0), where=self.where(0))
+        first = self.lookup.meant(decode_mask(self.files.read(0), where=self.where(0)))
         kind: MaskKind = "grey" if first.palette is None else "palette"
         table = self.lookup.table
         if first.in_color or (first.palette is not None and table.masks == "colors"):
@@ -123,11 +124,11 @@ class EncodedMasks:
         return hashlib.sha256(f"{self.files.digest()}|{self.lookup.numbers()}".encode()).hexdigest()
 
 
-def ids_in(files: EncodedImages) -> list[int]:
-    """The ids that occur in the first 20 masks. Empty: they are colour images."""
+def ids_in(files: EncodedImages, indices: Iterable[int] | None = None) -> list[int]:
+    """The ids that occur in masks, by default the first 20. Empty: they are colour images."""
     found: set[int] = set()
-    for index in range(min(_FIRST, len(files))):
-        mask = decode_mask(files.read(index), where=files.where(index))
+    for index in range(min(_FIRST, len(files))) if indices is None else indices:
+        mask = as_ids(decode_mask(files.read(index), where=files.where(index)))
         if mask.in_color:
             return []
         found |= set(np.unique(mask.values).tolist())
@@ -143,55 +144,49 @@ def size_of(pictures: EncodedImages, index: int, *, whole: bool = False) -> Size
     Raises:
         DataError: the file cannot be read, or is not an image.
     """
+    where = pictures.where(index)
+    if pictures.name(index).endswith(ARRAYS):
+        height, width = decode_mask(pictures.read(index), where=where).values.shape[:2]
+        return height, width
     if whole or not isinstance(pictures, ImageFiles):
-        return image_size(pictures.read(index), where=pictures.where(index))
-    return size_of_file(pictures.path(index), where=pictures.where(index))
+        return image_size(pictures.read(index), where=where)
+    return size_of_file(pictures.path(index), where=where)
 
 
-def read_mask_folder(folder: Path, part: str = "") -> tuple[ImageFiles, ImageFiles]:
-    """The images in `folder/images` and their masks in `folder/masks`, at any depth, in the order of the names.
-
-    A mask has the name of its image; suffixes may differ.
-
-    Args:
-        part: read `folder/images/PART` and `folder/masks/PART` instead.
-
-    Raises:
-        DataError: one of the folders is missing; there is no image; an image has no mask; a mask has no image; or two
-            files of a folder differ only in the suffix. The error names the file.
-    """
-    inside = [folder / name / part for name in (IMAGES, MASKS)]
-    for place in inside:
-        if not place.is_dir():
-            what = f"there is no folder {place.relative_to(folder)}/"
-            remedy = f"put images into {inside[0]}, and for each a mask with the same name into {inside[1]}"
-            raise DataError(what, where=str(folder), remedy=remedy)
-    images, masks = map(_by_stem, inside)
-    if not images:
-        raise DataError("there is no image", where=str(inside[0]), remedy="put images into this folder")
-    _check_pairs(images, masks, inside[0], inside[1], what="image has no mask")
-    _check_pairs(masks, images, inside[1], inside[0], what="mask has no image")
-    pictures, of_masks = ([files[stem] for stem in sorted(images)] for files in (images, masks))
-    return ImageFiles(inside[0], pictures), ImageFiles(inside[1], of_masks)
+def saved_as_rgb(files: EncodedImages, lookup: MaskLookup) -> list[str]:
+    """A note if the first mask has ids that are saved as RGB."""
+    try:
+        first = decode_mask(files.read(0), where=files.where(0))
+    except DataError:  # reported when the mask is needed
+        return []
+    is_grey = first.in_color and not lookup.meant(first).in_color
+    return ["the masks are grey images that were saved as RGB: their grey values are the ids"] * is_grey
 
 
-def _by_stem(folder: Path) -> dict[str, str]:
-    """Names of the images below a folder, by the names without suffix."""
-    found: dict[str, str] = {}
-    for name in images_below(folder):
-        stem = name[: name.rindex(".")]
-        if stem in found:
-            what = f"{found[stem]} and {Path(name).name} have the same name except for the suffix"
-            raise DataError(what, where=str(folder), remedy="remove one of the two, or rename it")
-        found[stem] = name
-    return found
+def first_palette(files: EncodedImages, table: ClassTable) -> dict[str, Color] | None:
+    """The colour of each class in the palette of the first mask. None: it has none, or classes share a colour; or the
+    mask cannot be read, which is reported when it is needed."""
+    try:
+        palette = decode_mask(files.read(0), where=files.where(0)).palette
+    except DataError:
+        return None
+    if palette is None or any(not 0 <= entry.id < len(palette) for entry in table.classes):
+        return None
+    found: dict[str, Color] = {entry.name: tuple(palette[entry.id].tolist()) for entry in table.classes}
+    return found if len(set(found.values())) == len(found) else None
 
 
-def _check_pairs(files: dict[str, str], others: dict[str, str], folder: Path, other_folder: Path, what: str) -> None:
-    missing = sorted(set(files) - set(others))
-    if not missing:
-        return
-    more = f" ({len(missing)} of {len(files)} files of this folder have none)" if len(missing) > 1 else ""
-    near = did_you_mean(missing[0], sorted(set(others) - set(files))[:1000])
-    remedy = f"{near}Add {other_folder / missing[0]}.png (or a different suffix), or remove the file"
-    raise DataError(f"this {what}{more}", where=str(folder / files[missing[0]]), remedy=remedy)
+def second_of_two_ids(files: EncodedImages) -> int | None:
+    """1 or 255 if the first masks contain only 0 and this id, as most masks of one class do. Otherwise None."""
+    ids = ids_in(files)
+    return ids[1] if ids in ([0, 1], [0, 255]) else None
+
+
+def rare_id(files: EncodedImages) -> str | None:
+    """A sentence about an id that only one of the first masks contains. None: there is none."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for index in range(min(_FIRST, len(files))):
+        for value in ids_in(files, range(index, index + 1)):
+            found[value].append(files.where(index))
+    odd = next(((value, places[0]) for value, places in found.items() if len(places) == 1), None)
+    return None if odd is None or len(files) < _FEW else f"only {odd[1]} contains {odd[0]}"

@@ -9,7 +9,7 @@ from lockstep_recipes.tasks.vision.readers.box_layouts import evaluation_part
 from lockstep_recipes.tasks.vision.readers.class_table import CLASS_FILES, is_foreign
 from lockstep_recipes.tasks.vision.readers.image_files import class_folders
 from lockstep_recipes.tasks.vision.readers.image_records import EVAL, TRAIN, Split, evaluation_source
-from lockstep_recipes.tasks.vision.readers.mask_files import IMAGES, MASKS
+from lockstep_recipes.tasks.vision.readers.mask_pairs import image_folder, mask_folder
 
 
 def is_coco(path: Path) -> bool:
@@ -17,12 +17,13 @@ def is_coco(path: Path) -> bool:
     if not path.is_dir():
         return path.suffix.lower() == ".json"
     places = (path, *(path / name for name in (*TRAIN, *EVAL)))
-    return any((path / "annotations").glob("*.json")) and not any((place / MASKS).is_dir() for place in places)
+    return any((path / "annotations").glob("*.json")) and not any(mask_folder(place) for place in places)
 
 
 def inner_part(folder: Path, split: Split) -> str:
     """The folder of a split inside `images/`. Empty if `images/` is not divided into training and evaluation data."""
-    inner = class_folders(folder / IMAGES) if (folder / IMAGES).is_dir() else []
+    images = image_folder(folder)
+    inner = class_folders(images) if images is not None else []
     training, evaluation = ([name for name in words if name in inner] for words in (TRAIN, EVAL))
     if not training or not evaluation:
         return ""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.images.mask import MaskValues
+from lockstep_recipes.tasks.vision.images.mask import MaskValues, as_ids
 from lockstep_recipes.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
 
 IGNORED = -1
@@ -81,6 +81,7 @@ class MaskLookup:
             DataError: a value is neither a class nor ignored; the file has colours, but the table has none; or the
                 palette of the file contradicts the colours of the table. The error names the value.
         """
+        mask = self.meant(mask)
         if mask.in_color:
             return self._of_colors(mask.values, where)
         if mask.palette is not None and self._has_colors:
@@ -89,6 +90,10 @@ class MaskLookup:
             if self.table.masks is None:
                 self._check_palette(mask.values, mask.palette, where)
         return self._of_ids(self.renumbered(mask, where), where)
+
+    def meant(self, mask: MaskValues) -> MaskValues:
+        """The mask, or the ids of a grey mask that was saved as RGB if the classes have no colours."""
+        return mask if self._has_colors else as_ids(mask)
 
     def renumbered(self, mask: MaskValues, where: str) -> Array:
         """The ids of a mask as the first training mask numbers their colours.
@@ -102,8 +107,6 @@ class MaskLookup:
         used = np.flatnonzero(np.bincount(mask.values.reshape(-1), minlength=256)[: len(own)]).tolist()
         colors: dict[int, Color] = {number: tuple(own[number].tolist()) for number in used}
         by_color = {color: number for number, color in first.items()}
-        if all(by_color.get(color) == number for number, color in colors.items()):
-            return mask.values
         numbers = np.arange(256, dtype=np.uint8)
         for number, color in colors.items():
             if color not in by_color and number in first:
@@ -112,7 +115,7 @@ class MaskLookup:
                 remedy = "write `masks: ids` into a class file if the ids are correct: lockstep --explain segmentation"
                 raise DataError(what, where=where, remedy=f"{remedy}. Otherwise give the colours of the classes there")
             numbers[number] = by_color.get(color, number)
-        return numbers[mask.values]
+        return mask.values if np.array_equal(numbers, np.arange(256)) else numbers[mask.values]
 
     def numbers(self) -> str:
         """The class numbers of all ids and colours as text, which changes if the meaning of a file changes."""

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import SKIP, DataError
 from lockstep_recipes.tasks.vision.images.cache import DecodedCache, reduced_size
-from lockstep_recipes.tasks.vision.images.decode import WHITE
-from lockstep_recipes.tasks.vision.images.mask import decode_mask
+from lockstep_recipes.tasks.vision.images.decode import WHITE, opened, orientation_of, turned
 from lockstep_recipes.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import picture_files
@@ -29,6 +28,7 @@ from lockstep_recipes.tasks.vision.readers.image_table import IMAGE, data_set_im
 from lockstep_recipes.tasks.vision.readers.mask_files import EncodedMasks, Masks
 from lockstep_recipes.tasks.vision.readers.mask_layouts import class_file, foreign_files, inner_part, is_coco
 from lockstep_recipes.tasks.vision.readers.mask_lookup import IGNORED, MaskLookup
+from lockstep_recipes.tasks.vision.readers.mask_pairs import ARRAYS, read_mask_folder
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
@@ -118,9 +118,17 @@ class MaskedImages(ImageDataset):
         if self.masks is None:
             return MaskedImage(pixels, None, name)
         mask = self._mask(self.masks, index)
+        if mask.shape != pixels.shape[:2] and mask.shape == pixels.shape[1::-1]:
+            mask = turned(mask, self._sideways(index))
         if mask.shape != pixels.shape[:2]:
             raise self._wrong_size(index, mask.shape, pixels.shape[:2])
         return MaskedImage(pixels, mask, name)
+
+    def _sideways(self, index: int) -> int:
+        """The EXIF orientation that turns an image on its side, for a mask that was drawn before. 1: there is none."""
+        with opened(self.pictures.read(index), self.where(index)) as image:
+            orientation = orientation_of(image)
+        return orientation if orientation >= 5 and isinstance(self.masks, EncodedMasks) else 1
 
     def _mask(self, masks: Masks, index: int) -> npt.NDArray[np.int16]:
         """The mask of an image, reduced like the cache reduces images."""
@@ -168,7 +176,8 @@ class MaskedImages(ImageDataset):
         wrong = [index for index, picture, mask in sizes if picture != mask]
         for index in wrong:
             picture = mask_files.size_of(self.pictures, index, whole=True)
-            if (mask := self.masks.read(index).shape) != picture:
+            mask = self.masks.read(index).shape
+            if mask != picture and (mask != picture[::-1] or self._sideways(index) == 1):
                 raise self._wrong_size(index, mask, picture, others=len(wrong) - 1)
 
     def _wrong_size(self, index: int, mask: tuple[int, ...], image: tuple[int, ...], *, others: int = 0) -> DataError:
@@ -265,21 +274,23 @@ def read_masked_images(
         pictures: EncodedImages = picture_files(found, layout.images, key)
         masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, images=pictures), found.notes
     else:
-        pictures, files, folder = _files(source, split, options)
+        pictures, files, folder, pairs = _files(source, split, options)
         classes, foreign = options.classes, list[str]()
         if classes is None and folder is not None:
             classes, foreign = class_file(folder, path), foreign_files(folder, path)
         foreign = [
             f"{file} describes the folders of a data set but does not name classes: it is not used" for file in foreign
         ]
-        notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, ImageFiles))
-        notes = (*notes, *(f"note: {text}" for text in foreign))
-        if classes is None and (second := _second_of_two_ids(files)) is not None:
+        notes = left_out_below(one.root for one in (pictures,) if isinstance(one, ImageFiles))
+        notes += left_out_below((one.root for one in (files,) if isinstance(one, ImageFiles)), labels=ARRAYS)
+        notes = (*notes, *pairs, *(f"note: {text}" for text in foreign))
+        if classes is None and (second := mask_files.second_of_two_ids(files)) is not None:
             classes = {"background": 0, "object": second}
             what = f"no classes are named, and the first masks of data.{split} contain two ids"
             notes = (*notes, f"{what}: using task.classes='{{background: 0, object: {second}}}'")
         table = _table(classes, options.ignore, files=files, key=key, foreign=foreign)
-        masks = EncodedMasks(files, MaskLookup(table, names, palette or first_palette(files, table)))
+        lookup = MaskLookup(table, names, palette or mask_files.first_palette(files, table))
+        masks, notes = EncodedMasks(files, lookup), (*notes, *mask_files.saved_as_rgb(files, lookup))
     if cache is not None and split == "eval":
         cache = replace(cache, shorter_side=None)
     own = table.names if names is None else names
@@ -329,44 +340,29 @@ def _table(
         files_of_classes = f"a file, or {class_table.CLASS_FILES[0]} next to the masks"
         remedy = f"name the classes: task.classes='[background, object]', {files_of_classes}"
         seen = seen if ids else "the masks are colour images"
-        what = "; ".join(("the class names are unknown", seen, *foreign))
+        rare = mask_files.rare_id(files)
+        what = "; ".join(("the class names are unknown", seen, *([rare] if ids and rare else []), *foreign))
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
 
 
-def first_palette(files: EncodedImages, table: ClassTable) -> dict[str, Color] | None:
-    """The colour of each class in the palette of the first mask. None: it has none, or classes share a colour; or the
-    mask cannot be read, which is reported when it is needed."""
-    try:
-        palette = decode_mask(files.read(0), where=files.where(0)).palette
-    except DataError:
-        return None
-    if palette is None or any(not 0 <= entry.id < len(palette) for entry in table.classes):
-        return None
-    found: dict[str, Color] = {entry.name: tuple(palette[entry.id].tolist()) for entry in table.classes}
-    return found if len(set(found.values())) == len(found) else None
-
-
-def _second_of_two_ids(files: EncodedImages) -> int | None:
-    """1 or 255 if the first masks contain only 0 and this id, as most masks of one class do. Otherwise None."""
-    ids = mask_files.ids_in(files)
-    return ids[1] if ids in ([0, 1], [0, 255]) else None
-
-
-def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[EncodedImages, EncodedImages, Path | None]:
-    """The images of a folder or a data set, the files of their masks, and their folder."""
+def _files(
+    source: str, split: Split, options: SegmentationOptions
+) -> tuple[EncodedImages, EncodedImages, Path | None, tuple[str, ...]]:
+    """The images of a folder or a data set, the files of their masks, their folder, and notes."""
     path, columns = Path(source), options.columns
     if path.is_dir() and not image_records.is_saved_data_set(path):
         folder = image_records.part_of_folder(path, split) or path
-        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
+        images, masks, notes = read_mask_folder(folder, inner_part(folder, split))
+        return images, masks, folder, notes
     remedy = "Give a folder with images/ and masks/, or a COCO file (.json)"
     data, name = image_records.open_data_set(source, split, options.subset, what="images with masks", remedy=remedy)
     mask = image_column(data, columns.mask, role="mask", usual_names=MASK_COLUMNS, name=name)
     image = image_column(data, columns.image, role="image", usual_names=IMAGE, name=name, other=mask)
     if not len(data):
         raise DataError(f"data.{split} contains no images", where=source, remedy="give a source with images")
-    return data_set_images(data, image, name=name), data_set_images(data, mask, name=name), None
+    return data_set_images(data, image, name=name), data_set_images(data, mask, name=name), None, ()
 
 
 def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> list[Color]:

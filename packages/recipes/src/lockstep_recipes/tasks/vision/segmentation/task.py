@@ -16,6 +16,7 @@ from torch.nn import functional
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
+from lockstep_recipes.tasks.vision.faults import edges, masks
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images import geometry
@@ -80,6 +81,17 @@ class Segmentation(SegmentationTask):
     """
 
     presenter = SegmentationPresenter
+    finders = (
+        *SegmentationTask.finders,
+        masks.bad_masks,
+        masks.one_class,
+        masks.inverted,
+        masks.copied_masks,
+        masks.other_palette,
+        edges.turned_by_exif,
+        edges.mirrored,
+        edges.misfits,
+    )
     kept = "segmentation.json"
     about_type = SegmentationMetadata
 

@@ -1,0 +1,71 @@
+"""Labels of whole images: rare classes, and labels that the form of the file gives away."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from lockstep_recipes.look.finding import DataFinding
+from lockstep_recipes.tasks.vision.faults.view import ImageFacts, ImageView
+
+_ENOUGH = 5
+"""Files of each form, and of each class, for a judgement."""
+_SHOWN = 4
+_PURE = 0.98
+_MIXED = 0.8
+
+
+def rare_class(data: ImageView) -> Iterator[DataFinding]:
+    """Classes with one training image, and classes that only the evaluation has."""
+    labelled = [split for split in data.splits if split.labels is not None]
+    if not labelled or labelled[0].name != "training":
+        return
+    counts = np.bincount(labelled[0].labels[labelled[0].labels >= 0], minlength=len(data.classes))
+    held = np.zeros_like(counts)
+    if len(labelled) > 1:
+        held = np.bincount(labelled[1].labels[labelled[1].labels >= 0], minlength=len(data.classes))
+    for number, name in enumerate(data.classes):
+        if counts[number] == 1 and len(labelled[0]) > len(data.classes):
+            file = labelled[0].pictures.where(int(np.flatnonzero(labelled[0].labels == number)[0]))
+            remedy = "add images of this class, join it with a similar one, or remove it. Is its name misspelt?"
+            yield DataFinding("warning", "one-sample", file, f"the only training image of class {name!r}", remedy)
+        elif not counts[number] and held[number]:
+            file = labelled[1].pictures.where(int(np.flatnonzero(labelled[1].labels == number)[0]))
+            what = f"class {name!r} has evaluation images, but no training image"
+            yield DataFinding("error", "never-trained", file, what, "train with images of this class", None)
+
+
+def given_away(data: ImageView) -> Iterator[DataFinding]:
+    """Labels that follow the format, the mode or the size of the files: a model may learn these instead."""
+    forms: dict[str, Callable[[ImageFacts], object]] = {
+        "format": lambda one: one.format,
+        "mode": lambda one: one.mode,
+        "size": lambda one: f"{one.size[1]}x{one.size[0]}",
+    }
+    for split in data.splits[:1]:
+        if split.labels is None:
+            return
+        facts = [one for one in split.facts if one.error is None]
+        labels = [data.classes[split.labels[one.index]] for one in facts if split.labels[one.index] >= 0]
+        if len(labels) != len(facts):
+            return
+        for what, form in forms.items():
+            by_form: dict[object, Counter[str]] = defaultdict(Counter)
+            for one, label in zip(facts, labels, strict=True):
+                by_form[form(one)][label] += 1
+            often = {value: counts for value, counts in by_form.items() if counts.total() >= _ENOUGH}
+            covered = sum(counts.total() for counts in often.values())
+            if len(often) < 2 or covered < 0.9 * len(facts):
+                continue
+            right = sum(max(counts.values()) for counts in often.values())
+            most = max(sum(often.values(), Counter()).values())
+            if right >= _PURE * covered and most <= _MIXED * covered:
+                shown = "; ".join(
+                    f"{value}: {counts.most_common(1)[0][0]}" for value, counts in list(often.items())[:4]
+                )
+                said = f"the {what} of the files gives the class away ({right / covered:.0%} of {covered:,}): {shown}"
+                remedy = "save all classes in the same way: a model may learn the difference of the files"
+                file = split.pictures.where(facts[0].index)
+                yield DataFinding("warning", "label-in-file", file, said, remedy, count=covered)
