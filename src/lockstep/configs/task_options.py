@@ -8,6 +8,9 @@ from pydantic import Field
 
 from lockstep.core.config.config_section import Section
 
+MISSING = ("NA", "N/A", "n/a", "#N/A", "<NA>", "nan", "NaN", "NAN", "-nan", "NaT", "NULL", "Null", "null", "None")
+"""Fields of a CSV file without a value, as pandas and databases write them."""
+
 
 class TaskOptions(Section):
     """Base of the options of a task.
@@ -58,6 +61,13 @@ class TableOptions(TaskOptions):
     None: `none` for .tsv, `minimal` for .csv.
     """
 
+    missing: list[str] | None = None
+    """Fields of a CSV file that contain no value. With `[]`, `None` may be a class.
+
+    None: those that pandas and databases write, such as NA, nan, None and NULL.
+    """
+
     def of_csv(self) -> dict[str, Any]:
         """These options, as `lockstep_recipes.tasks.readers.table.Source` takes them."""
-        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting}
+        missing = MISSING if self.missing is None else tuple(self.missing)
+        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting, "missing": missing}

@@ -104,7 +104,7 @@ def _source(data: str) -> tuple[Any, bool]:
     if "://" in data or (format_of(data) and not path.is_dir()) or path.name == INDEX:
         return Shards(data), False
     if path.suffix.lower() in _TABLES and path.is_file():
-        return _Rows(Source(data).read()), False
+        return _Rows(Source(data, missing=()).read()), False
     if not path.is_dir():
         return _encoded(Source.parse(data).data_set()), False
     from lockstep_recipes.tasks.vision.readers import image_files, image_records

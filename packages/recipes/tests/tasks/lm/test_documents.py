@@ -125,8 +125,10 @@ LEARNED = [
 
 
 def test_of_a_chat_the_answers_are_learned_with_their_end(tmp_path):
-    name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": json.dumps(CHAT)}])
-    assert parts(read(name, render)) == [LEARNED, LEARNED]
+    name = json_lines(
+        tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": json.dumps(CHAT)}, {"messages": repr(CHAT)}]
+    )
+    assert parts(read(name, render)) == [LEARNED, LEARNED, LEARNED]
     whole = "".join(text for text, _ in LEARNED)
     assert parts(read(name, render, loss_on="all"))[0] == [(whole, True)]
     with pytest.raises(DataError, match=r"task.tokenizer: the tokenizer has no chat template"):
@@ -326,7 +328,12 @@ def test_unknown_letters_are_counted_and_told(tmp_path):
     other = json_lines(tmp_path / "b.jsonl", [{"text": "abd"}])
     task = small_task(training, other, tokenizer="characters")
     assert task.eval_data().tokens.unknown == 1
-    assert any("1 letter that the tokenizer does not know" in line for line in task.presenter(task).log_header())
+    assert any(
+        "1 letter that the tokenizer does not know (33.33%)" in line for line in task.presenter(task).log_header()
+    )
+    json_lines(tmp_path / "b.jsonl", [{"text": "xyzab"}])
+    with pytest.raises(DataError, match="the tokenizer does not know 60% of the tokens"):
+        small_task(training, other, tokenizer="characters").eval_data()
 
 
 def test_long_texts_are_tokenised_in_blocks_and_no_letter_is_lost(monkeypatch):

@@ -579,3 +579,58 @@ def test_without_a_network_the_hub_is_not_tried_again_and_again(tmp_path, monkey
     assert str(tmp_path / "celsl") in str(caught.value)
     assert modes == [(True, True)]
     assert not hub.constants.HF_HUB_OFFLINE
+
+
+# ---- files of spreadsheets
+
+
+def test_the_first_line_of_excel_names_the_delimiter(tmp_path):
+    path = put(tmp_path, "a.csv", "sep=;\r\ntext;label\r\nIt costs 1,50;a\r\nb;b\r\n")
+    table = read(path)
+    assert table.columns == {"text": ["It costs 1,50", "b"], "label": ["a", "b"]}
+    assert [table.where(row) for row in (0, 1)] == [f"{path}:3", f"{path}:4"]
+    assert table.notes[0] == "the first line of a.csv only names the delimiter, and is not a row"
+    path = put(tmp_path, "b.csv", "\ufeffsep=|\ntext|label\na|b|c\n")
+    with pytest.raises(DataError, match="3 fields, but the header has 2") as caught:
+        read(path)
+    assert caught.value.where == f"{path}:3"
+    assert read(put(tmp_path, "c.csv", "sep=;,label\na,b\n")).columns == {"sep=;": ["a"], "label": ["b"]}
+
+
+def test_delimiters_at_the_end_of_rows_are_ignored_and_reported(tmp_path):
+    table = read(put(tmp_path, "a.csv", "text,label\na,b,\nc,d,,\n"))
+    assert table.columns == {"text": ["a", "c"], "label": ["b", "d"]}
+    assert table.notes == ("a.csv: 2 rows end in delimiters without a value, which are ignored, the first in line 2",)
+    table = read(put(tmp_path, "b.csv", "text,label,,\na,b,,\nc,d,,\n"))
+    assert table.columns == {"text": ["a", "c"], "label": ["b", "d"]}
+    with pytest.raises(DataError, match="3 fields, but the header has 2"):
+        read(put(tmp_path, "c.csv", "text,label\na,b,c\n"))
+
+
+def test_a_header_in_the_middle_is_left_out_and_reported(tmp_path):
+    table = read(put(tmp_path, "a.csv", "text,label\na,b\ntext,label\nc,d\n"))
+    assert table.columns == {"text": ["a", "c"], "label": ["b", "d"]}
+    assert table.notes == ("a.csv: 1 rows repeat the header and are left out, the first in line 3",)
+
+
+def test_a_quoted_field_that_swallows_rows_is_reported(tmp_path):
+    rows = "".join(f"text {row},{row % 2}\n" for row in range(5))
+    table = read(put(tmp_path, "a.csv", f'text,label\n"a\n{rows}b",1\nc,0\n'))
+    (note,) = table.notes
+    assert (
+        note
+        == 'a.csv: 1 rows have a quoted field that contains lines like rows: a " may be missing, the first in line 2'
+    )
+    assert read(put(tmp_path, "b.csv", 'text,label\n"a\nb\nc, d\ne\nf",1\nc,0\n')).notes == ()
+
+
+def test_fields_that_mean_missing_are_none(tmp_path):
+    text = "text,label\na,NA\nnan,None\nNAN ,x\nnaN,null\n"
+    table = read(put(tmp_path, "a.csv", text))
+    assert table.columns == {"text": ["a", None, None, "naN"], "label": [None, None, "x", None]}
+    assert table.notes == (
+        "read as missing: column 'text': 'nan' (1 times) and 'NAN' (1 times); column 'label': 'NA' (1 times) and "
+        "'None' (1 times) and 'null' (1 times); task.missing=[] keeps them as values",
+    )
+    assert read(tmp_path / "a.csv", missing=()).columns["label"] == ["NA", "None", "x", "null"]
+    assert read(tmp_path / "a.csv", missing=("x",)).columns["label"] == ["NA", "None", None, "null"]

@@ -145,3 +145,26 @@ def test_columns_that_the_values_do_not_tell_apart_stay_an_error(tmp_path):
     path.write_text("p,q\n" + "".join(f"{label},{text}\n" for label, text in ROWS[:2] * 2))
     with pytest.raises(DataError, match="there is no column 'label'"):
         read(Source(str(path)), TextColumnsOptions(label="label"))
+
+
+def test_a_header_that_is_a_row_and_a_row_that_is_a_header(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("good,pos\nbad,neg\nfine,pos\n")
+    given = TextColumnsOptions(text=0, label=1)
+    with pytest.raises(DataError, match="the header is a row of the data: column 1 is called 'pos'") as caught:
+        read(Source(str(path)), given)
+    assert caught.value.remedy == "set task.header=false"
+    assert len(read(Source(str(path), header=False), given)[0]) == 3
+    path.write_text("text,label\nbad,neg\nfine,pos\n")
+    with pytest.raises(DataError, match="the first row is a header: its label is 'label'"):
+        read(Source(str(path), header=False), given)
+    assert len(read(Source(str(path)), given)[0]) == 2
+
+
+def test_a_column_of_groups_is_reported(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,label,Patient_ID\n" + "".join(f"text {row},{row % 2},{row // 2}\n" for row in range(8)))
+    (note,) = read(Source(str(path)), TextColumnsOptions())[0].notes
+    assert "task.columns.group=Patient_ID keeps them together" in note
+    table, columns = read(Source(str(path)), TextColumnsOptions(group="Patient_ID"))
+    assert (table.notes, columns.group) == ((), "Patient_ID")

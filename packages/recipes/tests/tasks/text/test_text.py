@@ -758,3 +758,24 @@ def test_a_long_text_is_no_file(few):
     task = text_task(**few)
     text = "good " * 2000
     assert [row.text for row in task.presenter(task).inputs([text]).rows] == [text]
+
+
+# ---- what the tokenizer does not know
+
+
+GREEK = "\u03ba\u03b1\u03bb\u03bf \u03b5\u03c1\u03b3\u03bf"
+
+
+def test_texts_of_another_script_are_an_error(few, tmp_path):
+    task = text_task(**few | {"eval": table(tmp_path / "e.csv", [(GREEK, "pos"), (GREEK, "neg"), ("good", "pos")])})
+    with pytest.raises(DataError, match="the tokenizer does not know 80% of the tokens") as caught:
+        task.eval_data()
+    assert caught.value.where == str(tmp_path / "e.csv")
+    assert "task.model" in caught.value.remedy
+
+
+def test_the_share_of_unknown_tokens_is_reported(few, tmp_path):
+    rows = [*ROWS[:4], (f"good {GREEK}", "pos")]
+    task = text_task(**few | {"eval": table(tmp_path / "e.csv", rows)})
+    (line,) = (line for line in task.presenter(task).log_header() if "does not know" in line)
+    assert line == ("  WARNING: the tokenizer does not know 2 of 11 tokens (18.2%); they are all the same to the model")

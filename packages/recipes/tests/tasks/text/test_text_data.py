@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.of_data import labels_of
-from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, sorted_names, split
+from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, sorted_names, split, split_groups
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import data as module
 from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
 from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
+from lockstep_recipes.tasks.text.task import Text
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
 WORDS = [
@@ -249,6 +250,8 @@ def test_a_pair_is_empty_only_where_both_texts_are(lines):
         (["a", None], {}, "no label in column 'label': None", "fill in the label"),
         (["a", ""], {}, "no label in column 'label': ''", "fill in the label"),
         (["a", ["b"]], {}, "the label is a list", "task.multi_label=true"),
+        (["a", "['x', 'y']"], {}, "the label is a list as text: \"['x', 'y']\"", "task.multi_label=true"),
+        (["a", "['x' 'y']"], {}, "the label is a list as text", "task.multi_label=true"),
         (["a", 3], {"multi_label": True}, "the labels are 3", "text with ',' between labels"),
     ],
 )
@@ -259,6 +262,52 @@ def test_a_label_that_cannot_be_used_raises_with_file_and_line(lines, labels, op
     assert caught.value.where == f"{source.name}:3"
     assert what in caught.value.what
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("label", "names"),
+    [
+        ("['x', 'y']", ["x", "y"]),
+        ("['x' 'y']", ["x", "y"]),
+        ("['x'\n \"it's\"]", ["it's", "x"]),
+        ('["x", "null"]', ["null", "x"]),
+        ("('x',)", ["x"]),
+        ("{'y', 'x'}", ["x", "y"]),
+        ("[1, 2]", ["1", "2"]),
+        ("[x, y]", ["x", "y"]),
+        ("[]", []),
+        ("x, y", ["x", "y"]),
+    ],
+)
+def test_a_list_that_was_written_as_text_is_a_list(lines, label, names):
+    texts = read_texts(lines(labelled([label, "z"])), multi_label=True)
+    assert texts.names == sorted([*names, "z"])
+    assert texts.codes.sum(axis=1).tolist() == [len(names), 1]
+    noted = any("lists that were written as text" in note for note in texts.notes)
+    assert noted == (label not in ("[x, y]", "[]", "x, y"))
+
+
+def test_fields_of_a_csv_without_a_value_are_no_labels_and_no_texts(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\na,x\nb,None\nc,nan\nd,y\n")
+    with pytest.raises(DataError, match="no label in column 'label': None; 2 of 4 rows have none") as caught:
+        read_texts(Source(str(path)))
+    assert caught.value.where == f"{path}:3"
+    assert "task.missing=[]" in caught.value.remedy
+    texts = read_texts(Source(str(path), missing=()))
+    assert texts.names == ["None", "nan", "x", "y"]
+    path.write_text("text,label\na,x\nNA,y\n")
+    with pytest.raises(DataError, match="1 empty texts") as caught:
+        read_texts(Source(str(path)))
+    assert "task.missing=[]" in caught.value.remedy
+    texts = read_texts(Source(str(path)), empty="drop")
+    assert (len(texts), texts.notes) == (
+        1,
+        ["read as missing: column 'text': 'NA' (1 times); task.missing=[] keeps them as values"],
+    )
+    path = tmp_path / "a.jsonl"  # JSON has null
+    path.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "None"}\n')
+    assert read_texts(Source(str(path))).names == ["None", "x"]
 
 
 def test_a_class_that_is_not_known_is_no_label(tmp_path):
@@ -629,3 +678,36 @@ def test_paths_that_could_be_shorter_keep_their_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("text,label\na,x\nb,y\n")
     assert read_texts(Source("./a.csv")).where(1).endswith("a.csv:3")
+
+
+# ---- groups
+
+
+def test_groups_stay_on_one_side_of_the_split():
+    rng = np.random.default_rng(0)
+    groups = np.array([f"g{number}" for number in rng.integers(0, 60, 1000)])
+    codes = rng.integers(0, 3, 1000)
+    train, held = split_groups(codes, groups, 0.2, 0)
+    assert not set(groups[train]) & set(groups[held])
+    assert sorted([*train, *held]) == list(range(1000))
+    assert 0.15 < len(held) / 1000 < 0.25
+    assert np.bincount(codes[held]).min() > 40
+    assert held.tolist() != split_groups(codes, groups, 0.2, 1)[1].tolist()
+    train, held = split_groups(np.array([0, 0, 1, 1]), np.array(["a", "a", "b", "c"]), 0.5, 0)
+    assert 0 in train  # the only group of a class stays in training
+
+
+def test_texts_of_a_group_stay_together(lines, tmp_path):
+    rows = [{"text": f"text {number}", "label": number % 2, "author": number // 4} for number in range(80)]
+    task = Text(TextOptions(columns={"group": "author"}, eval_fraction=0.25), lines(rows).name)
+    train, held = task._split
+    assert {row // 4 for row in train} & {row // 4 for row in held} == set()
+    assert len(held) == 20
+    other = lines(rows[:8], "eval.jsonl").name
+    task = Text(TextOptions(columns={"group": "author"}), lines(rows).name, other)
+    with pytest.raises(DataError, match="2 groups are in both the training and the evaluation data: 0, 1") as caught:
+        task.eval_data()
+    assert caught.value.where == other
+    rows[3]["author"] = None
+    with pytest.raises(DataError, match="no group in column 'author'; 1 of 80 rows have none"):
+        Text(TextOptions(columns={"group": "author"}), lines(rows).name).train_data()

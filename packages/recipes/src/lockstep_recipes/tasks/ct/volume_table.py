@@ -25,6 +25,7 @@ from lockstep_recipes.tasks.ct.volumes.cache import cached_volume, content_addre
 from lockstep_recipes.tasks.ct.volumes.dicom import dicom_files
 from lockstep_recipes.tasks.ct.volumes.slices import Slices
 from lockstep_recipes.tasks.readers import columns
+from lockstep_recipes.tasks.readers.input_files import with_slashes
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.vision.readers.image_files import add_file
 from lockstep_recipes.tasks.vision.readers.image_records import EVAL, TRAIN, Split
@@ -380,7 +381,7 @@ def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
     folder = Path(table.name).parent
     paths, missing = [], []
     for row in rows:
-        text = _text(table.columns[column][row])
+        (text,), _ = with_slashes(folder, [_text(table.columns[column][row])])
         paths.append(folder / text)
         if not text or not paths[-1].exists():
             missing.append(f"{table.where(row)} ({text or 'blank'})")

@@ -16,6 +16,7 @@ from lockstep_recipes.tasks.lm.options import LmColumnsOptions, LmOptions
 from lockstep_recipes.tasks.readers.columns import named, usual
 from lockstep_recipes.tasks.readers.encodings import read_text
 from lockstep_recipes.tasks.readers.input_files import find_files
+from lockstep_recipes.tasks.readers.labels import written_list
 from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, Table
 
 _TABLES = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
@@ -204,8 +205,9 @@ def _text(value: Any, where: str, column: str) -> str:
 def _messages(value: Any, where: str) -> list[dict[str, str]]:
     remedy = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if isinstance(value, str):
+        written = written_list(value)  # pandas writes a list as Python does
         try:
-            value = json.loads(value)
+            value = json.loads(value) if written is None else written
         except ValueError as error:
             raise DataError(f"not a list of messages: {error}", where=where, remedy=remedy) from None
     messages = []

@@ -140,6 +140,7 @@ class LmPresenter(Presenter):
             lines.append(f"  split over rows: {number_of(plan.split, 'document')} longer than task.length")
         if tokens.unknown:
             what = f"{number_of(tokens.unknown, 'letter')} that the tokenizer does not know"
+            what += f" ({tokens.unknown / tokens.words:.2%})"
             lines.append(f"  warning: {what}: bits per byte ignore their content")
         return lines
 

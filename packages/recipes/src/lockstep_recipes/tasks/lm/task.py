@@ -13,10 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
+from lockstep_recipes.look.finding import Extent
 from lockstep_recipes.tasks.lm import attention, chat_date, losses, models, tokens, writing
 from lockstep_recipes.tasks.lm.answers import is_match, number_in
 from lockstep_recipes.tasks.lm.data import NOT_LEARNED, PackedRows, PaddedRows, Prompt, Row
-from lockstep_recipes.tasks.lm.documents import Corpus
+from lockstep_recipes.tasks.lm.documents import Corpus, Document
+from lockstep_recipes.tasks.lm.faults import view_of_documents
 from lockstep_recipes.tasks.lm.interface import LmTask
 from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.lm.presenter import LmPresenter
@@ -25,6 +27,9 @@ from lockstep_recipes.tasks.lora.presenter import LoraPresenter
 from lockstep_recipes.tasks.metadata import keep
 from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.text import hugging_face
+from lockstep_recipes.tasks.text.data import check_unknown
+from lockstep_recipes.tasks.text.faults.of_tasks import OF_TEXTS
+from lockstep_recipes.tasks.text.faults.view import TextView
 
 Batch = dict[str, Any]
 _BEGINNINGS = 3  # evaluation documents whose starts are continued
@@ -42,6 +47,8 @@ class LanguageModel(LmTask):
     """
 
     presenter = LmPresenter
+    finders = OF_TEXTS
+    """What `lockstep look` looks for: see `lockstep_recipes.look`."""
     calls_vary = True  # when it writes texts, the model is called for each token
 
     def __init__(self, options: LmOptions, train: str, eval: str | None = None) -> None:
@@ -115,6 +122,7 @@ class LanguageModel(LmTask):
             what = f"{self.options.length} is more than the {limit} positions that the model has"
             raise UsageError(what, where="task.length", remedy=f"use at most {limit}")
         found = tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
+        check_unknown(found.unknown, found.words, where=found.places[0], key="task.model or task.tokenizer")
         known = models.vocabulary(self.config)
         if found.largest >= known:
             what = f"the model has {known} tokens, but the tokenizer produces token {found.largest}"
@@ -145,6 +153,20 @@ class LanguageModel(LmTask):
 
     def eval_data(self) -> PackedRows | None:
         return self._eval
+
+    def data_to_look_at(self, extent: Extent) -> TextView:
+        """The documents of both splits for the finders. What the task refuses is a finding."""
+
+        def documents(corpus: Corpus, part: str) -> list[Document]:
+            self._tokens(corpus, part)
+            return tokens.read_part(corpus, self.tokenizer, self.options, part)
+
+        reads = {"training": lambda: documents(self.corpus, "training" if self._holds_back else "all")}
+        if (other := self.eval_corpus) is not None:
+            reads["evaluation"] = lambda: documents(other, "all")
+        elif self._holds_back:
+            reads["evaluation"] = lambda: documents(self.corpus, "held")
+        return view_of_documents(reads, extent)
 
     @cached_property
     def kind(self) -> str:

@@ -15,12 +15,12 @@ from lockstep_recipes.tasks.lm.documents import Corpus, Document, TextSegment, d
 from lockstep_recipes.tasks.lm.options import LmOptions
 from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from lockstep_recipes.tasks.text import hugging_face
-from lockstep_recipes.tasks.text.data import OfFolder, mapped
+from lockstep_recipes.tasks.text.data import OfFolder, mapped, unknown_tokens
 
 END = "<|endoftext|>"
 """The token before and after each document, for a tokenizer that is trained here."""
 _UNKNOWN = "<|unknown|>"
-_FORMAT = 5  # of the cached files
+_FORMAT = 6  # of the cached files
 _BLOCK = 2**20  # characters to tokenise at a time
 
 
@@ -110,6 +110,8 @@ class DocumentTokens(OfFolder):
         """`plain` texts, `answers` to prompts, or `chats`."""
         self.unknown: int = about["unknown"]
         """Number of tokens for characters that the tokenizer does not know."""
+        self.words: int = about["words"]
+        """Number of tokens without special tokens."""
         self.largest: int = about["largest"]
         """The largest token number."""
         self.bytes: int = about["bytes"]
@@ -174,8 +176,8 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     saved = {"ids": ids, "sizes": sizes, "counts": counts, "ends": np.cumsum(lengths, dtype=np.int64)}
     for name, array in saved.items():
         np.save(folder / f"{name}.npy", array)
-    unknown = int((ids == tokenizer.unk_token_id).sum()) if tokenizer.unk_token_id else 0
-    about: dict[str, Any] = {"places": [document.where for document in documents], "unknown": unknown}
+    unknown, words = unknown_tokens(ids, tokenizer)
+    about: dict[str, Any] = {"places": [document.where for document in documents], "unknown": unknown, "words": words}
     about["kind"] = "chats" if documents[0].is_chat else "plain" if documents[0].is_plain else "answers"
     about["largest"] = int(ids.max(initial=0))
     about["digest"] = digest_of(files=tuple(folder / f"{name}.npy" for name in saved))

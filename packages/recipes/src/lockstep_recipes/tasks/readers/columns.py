@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lockstep.core.errors import DataError, did_you_mean
 
 LABEL = ("label", "labels", "category", "class", "target", "intent", "topic", "sentiment")
 """Usual names of columns that contain labels."""
+GROUP = ("patient", "subject", "case", "slide", "video", "clip", "session", "user", "author", "conversation")
+"""Usual names of columns whose values belong on one side of the split, without `_id`."""
 _SHOWN = 40  # characters of a column's name
 
 
@@ -55,6 +59,35 @@ def usual(
     if candidates:
         what = f"several columns could be the {role}: {', '.join(candidates)}"
     raise DataError(what, where=where, remedy=_remedy(role, names))
+
+
+def check_header(given: str | int | None, label: str, labels: Sequence[Any], where: str) -> None:
+    """Check that the header of a CSV file is a header, and that its first row is a row.
+
+    Args:
+        given: the column of the label as the user gave it. label: its name. labels: its values.
+
+    Raises:
+        DataError: the column is given by index and its name is a label, so the first row is lost; or the first label is
+            the usual name of a column.
+    """
+    if isinstance(given, int) and label != str(given) and label in labels:
+        what = f"the header is a row of the data: column {given} is called {label!r}, which is also a label"
+        raise DataError(what, where=where, remedy="set task.header=false")
+    first = str(labels[0]).strip().lower() if len(labels) else ""
+    if label.isdigit() and first in LABEL and labels[0] not in labels[1:]:
+        what = f"the first row is a header: its label is {labels[0]!r}"
+        raise DataError(what, where=where, remedy="set task.header=true")
+
+
+def note_on_groups(given: str | int | None, columns: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
+    """A note on a column with the usual name of groups whose values repeat, if no group is given."""
+    for name, values in columns.items():
+        usual_name = re.sub(r"[ _-]?(id|name|number)$", "", name.lower()) in GROUP
+        if given is None and usual_name and 2 * len(set(map(str, values))) <= len(values):
+            what = f"column {name!r} repeats: samples with the same value may be on both sides of the split"
+            return (f"{what}; task.columns.group={name} keeps them together",)
+    return ()
 
 
 def _remedy(role: str, names: Sequence[str]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.configs.task_options import MISSING
 from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
@@ -225,16 +228,38 @@ def of_boxes(annotations: Annotations) -> list[str]:
 
 
 def of_names(names: Sequence[str]) -> list[str]:
-    """A line about class names that differ only in case or spaces."""
+    """Lines about class names that differ only in case, spaces, Unicode form or leading zeros, that are several names
+    in one, or that mean a missing label."""
+    names = [str(name) for name in names]
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        alike["".join(str(name).split()).casefold()].append(str(name))
-    found = [group for group in alike.values() if len(group) > 1]
-    if not found:
-        return []
-    shown = "; ".join(" and ".join(map(repr, group)) for group in found[:_SHOWN])
-    more = "; ..." if len(found) > _SHOWN else ""
-    return [f"WARNING: classes whose names differ only in case or spaces: {shown}{more}. Are they the same class?"]
+        alike[_plain(name)].append(name)
+    found = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
+    lines = []
+    if found:
+        shown = "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else "")
+        lines = [f"WARNING: classes whose names differ only in case, spaces or form: {shown}. Are they the same class?"]
+    several = [name for name in names if any(_joins(name, mark, set(names)) for mark in ",;|")]
+    if several:
+        shown = ", ".join(map(repr, several[:_SHOWN])) + (", ..." if len(several) > _SHOWN else "")
+        lines.append(f"WARNING: {len(several):,} classes are several other classes in one name: {shown}")
+    absent = [name for name in names if name in MISSING]
+    if absent:
+        what = f"classes are called {' and '.join(map(repr, absent))}, which usually means that there is no label"
+        lines.append(f"WARNING: {what}")
+    return lines
+
+
+def _plain(name: str) -> str:
+    """The name without case, spaces and Unicode form, and numbers by their value."""
+    plain = "".join(unicodedata.normalize("NFKC", name).split()).casefold()
+    return f"{float(plain):g}" if re.fullmatch(r"\d{1,6}(\.0+)?", plain) else plain
+
+
+def _joins(name: str, mark: str, names: set[str]) -> bool:
+    """True if the name joins at least two other names with a mark."""
+    parts = [part.strip() for part in name.split(mark)]
+    return len(parts) > 1 and names.issuperset(parts)
 
 
 # ---- choice of samples

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.core.errors import UsageError, number_of
 
@@ -35,6 +36,23 @@ def special_files(folder: str | Path) -> set[str]:
     forever."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if not entry.is_file() and os.path.exists(entry.path)}
+
+
+def with_slashes(root: Path, paths: Sequence[Any]) -> tuple[list[Any], tuple[str, ...]]:
+    """Paths that Windows wrote, such as `images\\a.png`, with slashes, and a note. Paths of existing files, and
+    values that are not text, do not change.
+
+    Args:
+        root: the folder that paths are relative to.
+    """
+    found = list(paths)
+    for place, path in enumerate(paths):
+        if isinstance(path, str) and "\\" in path and not (root / path).exists():
+            found[place] = path.replace("\\", "/")
+    changed = [path for path, other in zip(paths, found, strict=True) if path != other]
+    if not changed:
+        return found, ()
+    return found, (f"{len(changed):,} paths have backslashes, which are read as slashes, such as {changed[0]}",)
 
 
 def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:

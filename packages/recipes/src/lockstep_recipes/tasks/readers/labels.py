@@ -3,7 +3,11 @@ class."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,6 +18,9 @@ from lockstep.core.data.order import permute
 from lockstep.core.errors import DataError, number_of
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.class_table import listed
+
+_ITEM = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_NUMPY = re.compile(rf"\[\s*(?:{_ITEM.pattern})(?:\s+(?:{_ITEM.pattern}))*\s*\]")
 
 
 class Labelled(Protocol):
@@ -51,12 +58,18 @@ def single_labels(
         DataError: a sample has no label, or a list of labels.
     """
     for number, value in enumerate(values):
-        if isinstance(value, list | Mapping):
-            raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=for_lists)
-        blank = value is None or value != value or (isinstance(value, str) and not value.strip())
-        if blank or (classes is not None and not 0 <= int(value) < len(classes)):
-            remedy = "fill in the label, or remove the row"
-            raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy=remedy)
+        is_text = isinstance(value, str) and value.lstrip().startswith("[")
+        if isinstance(value, list | Mapping) or (is_text and written_list(value) is not None):
+            kind = "list as text" if isinstance(value, str) else type(value).__name__
+            raise DataError(f"the label is a {kind}: {value!r}", where=where(number), remedy=for_lists)
+    blank = [number for number, value in enumerate(values) if _is_blank(value, classes)]
+    if blank:
+        more = f"; {len(blank):,} of {len(values):,} rows have none" if len(blank) > 1 else ""
+        remedy = "fill in the label, or remove the row"
+        if values[blank[0]] is None:
+            remedy += "; if it is a text such as NA or None, and a class, set task.missing=[]"
+        what = f"no label in column {column!r}: {values[blank[0]]!r}{more}"
+        raise DataError(what, where=where(blank[0]), remedy=remedy)
     if classes is not None:
         return list(classes), np.array(values, dtype=np.int64)
     written = [_name(value) for value in values]
@@ -65,10 +78,34 @@ def single_labels(
     return names, np.array([place[name] for name in written], dtype=np.int64)
 
 
+def _is_blank(value: Any, classes: Sequence[str] | None) -> bool:
+    blank = value is None or value != value or (isinstance(value, str) and not value.strip())
+    return bool(blank or (classes is not None and not 0 <= int(value) < len(classes)))
+
+
+def written_list(text: str) -> list[Any] | None:
+    """The items of a list that was written as text, by Python, pandas (`['a', 'b']`), NumPy (`['a' 'b']`) or as JSON.
+    None: the text is not a list."""
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "()", "{}"):
+        return None
+    if _NUMPY.fullmatch(text):  # Python would join texts without a comma
+        return [ast.literal_eval(item) for item in _ITEM.findall(text)]
+    found: Any = None
+    for load in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = load(text)
+            break
+    if isinstance(found, set):
+        return sorted(found, key=str)
+    return list(found) if isinstance(found, list | tuple) else None
+
+
 def multiple_labels(
     values: Sequence[Any], classes: Sequence[str] | None, *, separator: str, where: Callable[[int], str]
 ) -> tuple[list[str], Array]:
-    """Names and codes of samples with any number of labels: lists, or text with `separator` between labels.
+    """Names and codes of samples with any number of labels: lists, also written as text (see `written_list`), or text
+    with `separator` between labels.
 
     The other arguments are those of `single_labels`.
 
@@ -79,7 +116,9 @@ def multiple_labels(
     for number, value in enumerate(values):
         items = [] if value is None else value
         if isinstance(value, str):
-            items = [part.strip() for part in value.split(separator)]
+            items = written_list(value)
+            if items is None:
+                items = [part.strip() for part in _bare(value).split(separator)]
         if not isinstance(items, list):
             remedy = f"use a list, or text with {separator!r} between labels"
             raise DataError(f"the labels are {value!r}", where=where(number), remedy=remedy)
@@ -102,6 +141,12 @@ def multiple_labels(
     for number, items in enumerate(lists):
         codes[number, [place[item] for item in items]] = 1
     return names, codes
+
+
+def _bare(text: str) -> str:
+    """The text inside the brackets of `[a, b]`."""
+    text = text.strip()
+    return text[1:-1] if text[:1] + text[-1:] == "[]" else text
 
 
 def _name(value: Any) -> str:
@@ -143,6 +188,59 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
         if name in names:
             codes[:, names.index(name)] = samples.codes[:, number]
     return codes
+
+
+def check_groups_apart(training: Array | None, evaluation: Array | None, *, where: str) -> None:
+    """Check that no group is in both splits.
+
+    Args:
+        training, evaluation: the name of each sample's group. None: there are no groups.
+
+    Raises:
+        DataError: groups are in both. The error names some.
+    """
+    if training is None or evaluation is None:
+        return
+    both = np.intersect1d(training, evaluation).tolist()
+    if both:
+        what = f"{len(both)} groups are in both the training and the evaluation data: {listed(both)}"
+        remedy = "move the rows of each group to one side, or give data.train alone, which is split by group"
+        raise DataError(what, where=where, remedy=remedy)
+
+
+def groups_of(values: Sequence[Any], *, column: str, where: Callable[[int], str]) -> Array:
+    """The group of each sample, as text.
+
+    Raises:
+        DataError: a sample has no group.
+    """
+    names = ["" if value is None or value != value else _name(value) for value in values]
+    if "" in names:
+        what = f"no group in column {column!r}; {names.count(''):,} of {len(names):,} rows have none"
+        raise DataError(what, where=where(names.index("")), remedy="fill in the group, or remove the row")
+    return np.array(names)
+
+
+def split_groups(labels: Array, groups: Array, fraction: float, seed: int) -> tuple[Array, Array]:
+    """As `split`, with all samples of a group on one side.
+
+    Groups are drawn by a permutation of `seed`, large ones first. One is held back if that brings the numbers of all
+    classes closer to their fractions, and some samples of each of its classes remain for training.
+    """
+    classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    names, group = np.unique(groups, return_inverse=True)
+    counts = np.zeros((len(names), classes.max(initial=0) + 1), dtype=np.int64)
+    np.add.at(counts, (group, classes), 1)
+    left, wanted = counts.sum(axis=0), counts.sum(axis=0) * fraction
+    drawn = np.argsort(permute(np.arange(len(names)), len(names), seed))
+    held = np.zeros(len(names), dtype=bool)
+    for number in drawn[np.argsort(-counts.sum(axis=1)[drawn], kind="stable")]:
+        own = counts[number]
+        closer = np.abs(wanted - own).sum() < np.abs(wanted).sum()
+        if closer and (left > own)[own > 0].all():
+            held[number] = True
+            left, wanted = left - own, wanted - own
+    return np.flatnonzero(~held[group]), np.flatnonzero(held[group])
 
 
 def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:

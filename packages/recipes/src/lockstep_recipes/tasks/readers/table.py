@@ -3,26 +3,23 @@ hub."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import DataError, did_you_mean, number_of
+from lockstep.configs.task_options import MISSING
+from lockstep.core.errors import DataError, did_you_mean
 from lockstep.core.foreign_errors import first_line, optional
-from lockstep_recipes.tasks.readers.encodings import decoded, read_text
+from lockstep_recipes.tasks.readers import csv_table
+from lockstep_recipes.tasks.readers.encodings import read_text
 from lockstep_recipes.tasks.readers.hub import offline_without_network
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 EMBEDDED = "docstrings"
-_DELIMITERS = (";", "\t", ",", "|")
-_LETTERS = "if quotes are part of the texts, set task.quoting=none"
 
 
 @dataclass
@@ -71,6 +68,8 @@ class Source:
     quoting: str | None = None
     """CSV: `minimal` (a field may be in double quotes) or `none` (quotes are ordinary characters). None: `none` for
     .tsv, otherwise `minimal`."""
+    missing: tuple[str, ...] = MISSING
+    """CSV: fields that contain no value. They are read as None."""
 
     @staticmethod
     def parse(text: str, split: str = "train", **options: Any) -> Source:
@@ -137,9 +136,8 @@ class Source:
                 The error names file and line, or byte.
         """
         if self.name == EMBEDDED:
-            return replace(
-                _read_csv(self.files()[0], header=True, delimiter=",", usual=",", quoted=True), name=EMBEDDED
-            )
+            columns, lines, _ = csv_table.read(self.files()[0], csv_table.CsvForm(delimiter=","))
+            return Table(columns, EMBEDDED, lines)
         if not self.is_file:
             return _from_data_set(self.data_set(), f"{self.name}:{self.split}")
         (path,) = self.files()
@@ -158,10 +156,11 @@ class Source:
         if suffix in (".csv", ".tsv"):
             is_tsv = suffix == ".tsv"
             quoting = self.quoting or ("none" if is_tsv else "minimal")
-            usual = "\t" if is_tsv else ","
-            return _read_csv(
-                path, header=self.header, delimiter=self.delimiter, usual=usual, quoted=quoting == "minimal"
+            form = csv_table.CsvForm(
+                self.header, self.delimiter, "\t" if is_tsv else ",", quoting == "minimal", frozenset(self.missing)
             )
+            columns, lines, notes = csv_table.read(path, form)
+            return Table(columns, str(path), lines, notes=notes)
         raise DataError(f"unknown suffix {suffix!r}", where=self.name, remedy=f"known are {', '.join(SUFFIXES)}")
 
 
@@ -170,100 +169,6 @@ def lines_of(text: str) -> list[str]:
     separators.)"""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
-
-
-def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, quoted: bool) -> Table:
-    csv.field_size_limit(sys.maxsize)
-    quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    text, encoding = decoded(path)
-    notes = [] if encoding is None else [f"{path.name} has no byte order mark and is read as {encoding.upper()}"]
-    if delimiter is None:
-        delimiter = _delimiter_of(text, usual, quoting) if header else usual
-        if delimiter != usual:
-            notes.append(
-                f"the delimiter of {path.name} is {_shown(delimiter)}, according to its header; task.delimiter "
-                "overrides it"
-            )
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
-    rows: list[list[str]] = []
-    lines: list[int] = []
-    names: list[str] | None = None
-    begins = 1
-    try:
-        for row in reader:
-            at, begins = begins, reader.line_num + 1
-            if not row:
-                continue  # an empty line
-            if names is None:
-                names = [name.strip() for name in row] if header else [str(number) for number in range(len(row))]
-                if header:
-                    _check_names(names, f"{path}:{at}", delimiter)
-                    continue
-            if len(row) != len(names):
-                first = "the header" if header else "the first line"
-                what = f"{number_of(len(row), 'field')}, but {first} has {len(names)} ({', '.join(names)})"
-                raise DataError(what, where=f"{path}:{at}", remedy=_remedy_for_ragged(row, quoted))
-            rows.append(row)
-            lines.append(at)
-    except csv.Error as error:
-        remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
-        raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
-    if not rows:
-        remedy = "the file needs one row per sample" + (" after its header" if header else "")
-        raise DataError("no rows", where=str(path), remedy=remedy)
-    columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
-    return Table(columns, str(path), lines, notes=(*notes, *(() if quoted else _notes_on_quotes(rows))))
-
-
-def _delimiter_of(text: str, usual: str, quoting: Any) -> str:
-    """The usual delimiter, unless it gives a single column and a different one splits the header into several."""
-
-    def columns(letter: str) -> int:
-        try:
-            reader = csv.reader(io.StringIO(text, newline=""), delimiter=letter, quoting=quoting)
-            return len(next((row for row in reader if row), []))
-        except csv.Error:
-            return 0
-
-    return usual if columns(usual) != 1 else max((usual, *_DELIMITERS), key=columns)
-
-
-def _shown(delimiter: str) -> str:
-    return "a tab" if delimiter == "\t" else repr(delimiter)
-
-
-def _remedy_for_ragged(row: Sequence[str], quoted: bool) -> str:
-    """The remedy for a row with a different number of fields."""
-    if not quoted:
-        return (
-            'texts must not contain the delimiter or a line break; if texts are in "quotes", set task.quoting=minimal'
-        )
-    remedy = 'put texts that contain the delimiter or line breaks into "quotes", and double the quotes in them'
-    has_quotes = any('"' in field or "\n" in field for field in row)
-    return f"{remedy}; {_LETTERS}" if has_quotes else remedy
-
-
-def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """A note if quotes were read as ordinary characters but seem to enclose fields: all fields with quotes look like
-    those of a CSV writer."""
-    with_quotes = [field for row in rows for field in row if '"' in field]
-    quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
-    if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):
-        return ()
-    what = f'{number_of(len(quoted), "field")} in "quotes", which are read as part of the text'
-    return (f"{what}: if the quotes only enclose the fields, set task.quoting=minimal",)
-
-
-def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        remedy = "rename columns, or set task.header=false"
-        raise DataError(f"the header contains {', '.join(map(repr, twice))} more than once", where=where, remedy=remedy)
-    other = next((letter for letter in _DELIMITERS if letter != delimiter and letter in names[0]), None)
-    if len(names) == 1 and other:
-        hint = "'\\t'" if other == "\t" else repr(other)
-        remedy = f"the delimiter may be {hint}: set task.delimiter"
-        raise DataError(f"there is only one column, {names[0]!r}", where=where, remedy=remedy)
 
 
 def _read_json_lines(path: Path) -> Table:

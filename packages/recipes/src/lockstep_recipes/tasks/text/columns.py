@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
+from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, note_on_groups, usual
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.text.options import TextColumnsOptions
 
@@ -24,6 +24,8 @@ class Columns:
     pair: str | None
     """The second text of a pair."""
     label: str | None
+    group: str | None = None
+    """The group that stays on one side of the split."""
 
 
 def read(source: Source, given: TextColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
@@ -38,11 +40,15 @@ def read(source: Source, given: TextColumnsOptions, *, needs_label: bool = True)
     """
     table = source.read()
     try:
-        return table, choose(table, given, needs_label=needs_label)
+        chosen = choose(table, given, needs_label=needs_label)
     except DataError:
         label = None if given.text or given.pair is not None or given.label is not None else _label_by_values(table)
         if label is None:
             raise
+    else:
+        if chosen.label is not None and source.name.endswith((".csv", ".tsv")):
+            check_header(given.label, chosen.label, table.columns[chosen.label], table.name)
+        return replace(table, notes=(*table.notes, *note_on_groups(given.group, table.columns))), chosen
     note = f"column {label!r} is used as the label, because its values repeat; task.columns.label overrides this"
     if source.header and source.name.endswith((".csv", ".tsv")) and label in table.columns[label]:
         note = (
@@ -80,6 +86,7 @@ def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True)
     names, where = list(table.columns), table.name
     label, wanted = given.label, [given.text] if isinstance(given.text, str | int) else given.text or []
     texts = tuple(named(column, names, "text", where) for column in wanted)
+    group = None if given.group is None else named(given.group, names, "group", where)
     second = None if given.pair is None else named(given.pair, names, "pair", where)
     target: str | None = None
     if label is not None and (
@@ -87,10 +94,10 @@ def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True)
     ):
         target = named(label, names, "label", where)
     elif label is None:
-        left = [name for name in names if name not in (*texts, second)]
+        left = [name for name in names if name not in (*texts, second, group)]
         target = usual(LABEL, left, role="label", where=where, names=names, needed=needs_label)
     if not texts:
-        left = [name for name in names if name not in (second, target)]
+        left = [name for name in names if name not in (second, target, group)]
         lower = {name.lower(): name for name in left}
         known = [pair for pair in _PAIRS.items() if second is None and pair[0] in lower and pair[1] in lower]
         if known:
@@ -101,4 +108,4 @@ def choose(table: Table, given: TextColumnsOptions, *, needs_label: bool = True)
             name = usual(_TEXT, left, role="text", where=where, names=names, needed=True)
             assert name is not None
             texts = (name,)
-    return Columns(texts, second, target)
+    return Columns(texts, second, target, group)

@@ -19,7 +19,7 @@ from lockstep_recipes.tasks.readers.table import Source, Table, place
 from lockstep_recipes.tasks.text.columns import Columns, read
 from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
 
-_FORMAT = 2  # of the cached files; files of a different format are not used
+_FORMAT = 3  # of the cached files; files of a different format are not used
 _BLOCK = 4096  # texts to tokenise at a time
 
 
@@ -74,6 +74,8 @@ class Texts(OfFolder):
         self.codes: Array = mapped(folder / "codes.npy")
         """The label of each text as its index in `names`, or -1: (texts,). With several labels per text: 0 and 1,
         (texts, names)."""
+        self.groups: Array | None = mapped(folder / "groups.npy") if (folder / "groups.npy").exists() else None
+        """The group of each text, which stays on one side of the split: (texts,). None: there are no groups."""
         self._places: Array = mapped(folder / "places.npy")
 
     def __len__(self) -> int:
@@ -119,7 +121,7 @@ def read_texts(source: Source, options: TextOptions) -> Texts:
         _store(*read(source, options.columns), options, folder)
 
     columns = options.columns
-    settings: tuple[object, ...] = (_FORMAT, source, columns.text, columns.pair, columns.label)
+    settings: tuple[object, ...] = (_FORMAT, source, columns.text, columns.pair, columns.label, columns.group)
     settings += (options.multi_label, options.label_separator, options.empty)
     return Texts(cached("texts", digest_of(*settings, files=source.files()), make))
 
@@ -132,6 +134,8 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     if blank and options.empty == "raise":
         what = f"{number_of(len(blank), 'empty text')} in column {' + '.join(columns.text)}; this is the first"
         remedy = "fill or remove these rows, or set task.empty=drop to leave them out"
+        if any(rows.columns[name][blank[0]] is None for name in columns.text):
+            remedy += "; task.missing=[] keeps texts such as NA and None"
         raise DataError(what, where=rows.where(blank[0]), remedy=remedy)
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
@@ -144,8 +148,12 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     def where(number: int) -> str:
         return rows.where(kept[number])
 
+    notes = rows.notes
     if options.multi_label:
         separator = options.label_separator
+        if any(isinstance(value, str) and labels.written_list(value) for value in values):
+            what = f"column {columns.label!r} has lists that were written as text"
+            notes = (*notes, f"{what}, such as \"['a', 'b']\"; they are read as lists")
         names, codes = labels.multiple_labels(values, classes, separator=separator, where=where)
     else:
         names, codes = labels.single_labels(values, classes, column=columns.label, where=where)
@@ -156,9 +164,12 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     places = kept if rows.lines is None else [rows.lines[row] for row in kept]
     np.save(folder / "places.npy", np.array(places, dtype=np.int64))
     np.save(folder / "codes.npy", codes)
+    if columns.group is not None:
+        values = [rows.columns[columns.group][row] for row in kept]
+        np.save(folder / "groups.npy", labels.groups_of(values, column=columns.group, where=where))
     text, by_line = list(columns.text), rows.lines is not None
     roles = {"text": text, "pair": columns.pair, "label": columns.label, "by_line": by_line}
-    about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": rows.notes}
+    about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": notes}
     (folder / "about.json").write_text(json.dumps(about))
 
 
@@ -215,9 +226,37 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
         np.save(folder / "ends.npy", np.cumsum([len(tokens) for tokens in ids], dtype=np.int64))
         if types:
             np.save(folder / "types.npy", np.concatenate(types))
-        (folder / "about.json").write_text(json.dumps({"truncated": cut, "dropped": dropped}))
+        unknown, rest = unknown_tokens(np.concatenate(ids), tokenizer)
+        about = {"truncated": cut, "dropped": dropped, "unknown": unknown, "words": rest}
+        (folder / "about.json").write_text(json.dumps(about))
 
     return TextTokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
+
+
+def unknown_tokens(ids: Array, tokenizer: Any) -> tuple[int, int]:
+    """How many tokens stand for something that the tokenizer does not know, and how many there are without special
+    tokens. A tokenizer whose unknown token also marks ends of texts does not need it."""
+    special = {token for token in getattr(tokenizer, "all_special_ids", ()) if token is not None}
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    ends = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "cls", "sep", "pad")}
+    if unknown is None or unknown in ends:
+        return 0, len(ids)
+    return int((ids == unknown).sum()), int((~np.isin(ids, sorted(special - {unknown}))).sum())
+
+
+def check_unknown(unknown: int, words: int, *, where: str, key: str) -> None:
+    """Check that the tokenizer knows at least half of the tokens.
+
+    Args:
+        key: the config key of the tokenizer.
+
+    Raises:
+        DataError: it does not.
+    """
+    if 2 * unknown > words:
+        what = f"the tokenizer does not know {unknown / words:.0%} of the tokens: they are all the same to the model"
+        remedy = f"set {key} to a model for this language and script"
+        raise DataError(what, where=where, remedy=remedy)
 
 
 class TextTokens(OfFolder):
@@ -230,6 +269,10 @@ class TextTokens(OfFolder):
         """Number of truncated texts."""
         self.dropped: int = about["dropped"]
         """Number of tokens that were cut off."""
+        self.unknown: int = about["unknown"]
+        """Number of tokens for something that the tokenizer does not know."""
+        self.words: int = about["words"]
+        """Number of tokens without special tokens."""
         self.ids, self.ends = mapped(folder / "ids.npy"), mapped(folder / "ends.npy")
         self.types = mapped(folder / "types.npy") if (folder / "types.npy").exists() else None
 

@@ -15,6 +15,8 @@ from lockstep_recipes.tasks.vision.readers.class_table import listed
 _ROLES = ("text", "pair", "label")
 _FEW = 10_000  # texts. With 160 to 4,000 texts, new transformers learned less than a bag of embeddings: docs/text.md.
 
+_NOTICEABLE = 0.01  # of the tokens are unknown
+
 
 def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str], texts: int) -> list[str]:
     """Lines about the weights that are new.
@@ -62,6 +64,9 @@ def of_data(
         share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
         cut = f"{tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens"
         lines.append(f"  truncated to {max_length} tokens: {cut}")
+    if tokens.unknown >= _NOTICEABLE * tokens.words > 0:
+        what = f"{tokens.unknown:,} of {tokens.words:,} tokens ({tokens.unknown / tokens.words:.1%})"
+        lines.append(f"  WARNING: the tokenizer does not know {what}; they are all the same to the model")
     if texts.dropped:
         lines.append(f"  left out: {number_of(texts.dropped, 'empty text')}")
     return lines + [f"  {note}" for note in notes]

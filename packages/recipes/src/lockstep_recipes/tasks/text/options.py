@@ -22,6 +22,8 @@ class TextColumnsOptions(Section):
     """The second text of each sample, for pairs of texts."""
     label: str | int | None = None
     """The label, or the labels."""
+    group: str | int | None = None
+    """What samples share if they must be on one side of the split, such as an author or a conversation."""
 
 
 class TextScratchOptions(Section):

@@ -15,12 +15,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import DataError, UsageError, number_of
 from lockstep.core.task import Metrics
+from lockstep_recipes.look.finding import Extent
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import keep
-from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, split
+from lockstep_recipes.tasks.readers.labels import check_groups_apart, count_labels, match_labels, split, split_groups
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.text import hugging_face
-from lockstep_recipes.tasks.text.data import TextData, Texts, TextSample, TextTokens, read_texts, tokenise
+from lockstep_recipes.tasks.text.data import (
+    TextData,
+    Texts,
+    TextSample,
+    TextTokens,
+    check_unknown,
+    read_texts,
+    tokenise,
+)
+from lockstep_recipes.tasks.text.faults.of_tasks import OF_LABELLED, view_of_texts
+from lockstep_recipes.tasks.text.faults.view import TextView
 from lockstep_recipes.tasks.text.options import EMBEDDING_BAG, TextOptions
 from lockstep_recipes.tasks.text.presenter import TextPresenter, TextTask
 
@@ -42,6 +53,8 @@ class Text(TextTask):
     """
 
     presenter = TextPresenter
+    finders = OF_LABELLED
+    """What `lockstep look` looks for: see `lockstep_recipes.look`."""
 
     def __init__(self, options: TextOptions, train: str, eval: str | None = None) -> None:
         self.options = options
@@ -80,7 +93,10 @@ class Text(TextTask):
         """The rows of the training texts to train with, and those held back. (None, None): no split."""
         if self.eval_source or not self.options.eval_fraction:
             return None, None
-        return split(self._train_texts.codes, self.options.eval_fraction, self.options.split_seed)
+        texts, fraction, seed = self._train_texts, self.options.eval_fraction, self.options.split_seed
+        if texts.groups is not None:
+            return split_groups(texts.codes, texts.groups, fraction, seed)
+        return split(texts.codes, fraction, seed)
 
     @property
     def labels(self) -> list[str]:
@@ -92,12 +108,18 @@ class Text(TextTask):
 
     def eval_data(self) -> TextData | None:
         if self._eval_texts is not None:
+            if self.options.columns.group is not None and not self._trained:
+                check_groups_apart(self._train_texts.groups, self._eval_texts.groups, where=self._eval_texts.source)
             return self._data(self._eval_texts)
         if self.why_nothing_is_held_back:
             remedy = "give data.eval, a larger task.eval_fraction or more texts of each label; "
             remedy += "or, to train without evaluation, task.eval_fraction=0 and train.eval_every_epochs=0"
             raise DataError(self.why_nothing_is_held_back, where=self._train_texts.source, remedy=remedy)
         return None if self._split[1] is None else self._data(self._train_texts, self._split[1])
+
+    def data_to_look_at(self, extent: Extent) -> TextView:
+        """The texts of both splits for the finders. What the task refuses is a finding."""
+        return view_of_texts(self.train_data, self.eval_data, lambda: self.labels, extent)
 
     @property
     def why_nothing_is_held_back(self) -> str | None:
@@ -112,9 +134,10 @@ class Text(TextTask):
         return f"no texts are held back for evaluation: {share}{once}"
 
     def _data(self, texts: Texts, rows: Any = None) -> TextData:
+        labels = match_labels(texts, self.labels)
         if texts.folder not in self._tokens:
             self._tokens[texts.folder] = self._tokenise(texts)
-        return TextData(texts, self._tokens[texts.folder], labels=match_labels(texts, self.labels), rows=rows)
+        return TextData(texts, self._tokens[texts.folder], labels=labels, rows=rows)
 
     def _tokenise(self, texts: Texts) -> TextTokens:
         max_length = self.options.max_length
@@ -123,7 +146,9 @@ class Text(TextTask):
             what = f"{max_length} is more than the {limit} tokens that the model takes"
             raise UsageError(what, where="task.max_length", remedy=f"use at most {limit}")
         digest = hugging_face.digest_of_tokenizer(self.tokenizer)
-        return tokenise(texts, self.tokenizer, digest=digest, max_length=max_length)
+        tokens = tokenise(texts, self.tokenizer, digest=digest, max_length=max_length)
+        check_unknown(tokens.unknown, tokens.words, where=texts.source, key="task.model")
+        return tokens
 
     # ---- the model
 

@@ -16,6 +16,7 @@ from PIL import Image
 from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.classification.options import ClassificationColumnsOptions, ClassificationOptions
+from lockstep_recipes.tasks.vision.classification.task import Classification
 from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.readers.image_records import (
     evaluation_source,
@@ -393,6 +394,39 @@ def test_a_broken_picture_names_the_ways_to_go_on_without_it(folder):
 
 def table(folder, *rows, header="path,label"):
     return put(folder / "table.csv", "\n".join([header, *rows]).encode())
+
+
+def test_paths_with_backslashes_are_read_with_a_note(folder):
+    path = table(folder, r"cat\0.jpg,cat", "cat/3.jpg,cat", r"dog\1.jpg,dog")
+    data = read(path)
+    assert [data[index].data for index in range(3)] == [
+        (folder / name).read_bytes() for name in ("cat/0.jpg", "cat/3.jpg", "dog/1.jpg")
+    ]
+    assert data.notes == (r"2 paths have backslashes, which are read as slashes, such as cat\0.jpg",)
+
+
+def test_images_of_a_group_stay_together(tmp_path):
+    names = [f"{kind}/video{video}/{frame}.jpg" for kind in "ab" for video in range(8) for frame in range(4)]
+    for name in names:
+        put(tmp_path / "set" / name)
+    options = {"eval_fraction": 0.25, "columns": {"group": "folder"}}
+    task = Classification(ClassificationOptions(**options), str(tmp_path / "set"))
+    parts = [
+        {os.path.dirname(data.records[row].name) for row in range(len(data))} for data in (task._train, task._eval)
+    ]
+    assert not parts[0] & parts[1]
+    assert [len(part) for part in parts] == [12, 4]
+    rows = [f"{name},{name[0]},{name.split('/')[1]}" for name in names]
+    path = table(tmp_path / "set", *rows, header="path,label,video")
+    task = Classification(ClassificationOptions(**options | {"columns": {"group": "video"}}), str(path))
+    parts = [{data.records[row].name.split("/")[1] for row in range(len(data))} for data in (task._train, task._eval)]
+    assert not parts[0] & parts[1]
+    assert [len(part) for part in parts] == [6, 2]
+    given = Classification(ClassificationOptions(columns={"group": "video"}), str(path), str(path))
+    with pytest.raises(DataError, match="8 groups are in both"):
+        given.eval_data()
+    fault(tmp_path / "set", "a folder has no column 'video'", group="video")
+    fault(path, "there is no column 'patient'", group="patient")
 
 
 def test_faults_of_tables(folder):

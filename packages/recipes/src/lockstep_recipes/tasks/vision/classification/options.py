@@ -58,6 +58,9 @@ class ClassificationColumnsOptions(Section):
     """The images, or their paths."""
     label: str | int | None = None
     """The labels. For tar shards: the field of KEY.json."""
+    group: str | int | None = None
+    """What images share if they must be on one side of the split, such as a patient or a video. `folder`, without such
+    a column: the folder of the image."""
 
 
 class ClassificationOptions(TableOptions, ImageOptions):

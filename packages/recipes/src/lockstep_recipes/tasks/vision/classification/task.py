@@ -14,7 +14,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.task import Metrics
 from lockstep_recipes.recipes.digits import Digits
-from lockstep_recipes.tasks.readers.labels import count_labels
+from lockstep_recipes.tasks.readers.labels import check_groups_apart, count_labels, split_groups
 from lockstep_recipes.tasks.readers.labels import split as split_labels
 from lockstep_recipes.tasks.vision.classification.models import median_side, models_for, size_for
 from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
@@ -117,7 +117,10 @@ class Classification(ClassificationTask):
         """
         if not self.options.eval_fraction or self.eval_source is not None or isinstance(records, Digits):
             return None, None
-        return split_labels(records.labels, self.options.eval_fraction, self.options.split_seed)
+        fraction, seed = self.options.eval_fraction, self.options.split_seed
+        if records.groups is not None:
+            return split_groups(records.labels, records.groups, fraction, seed)
+        return split_labels(records.labels, fraction, seed)
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
@@ -143,7 +146,13 @@ class Classification(ClassificationTask):
     @cached_property
     def _eval(self) -> Digits | DecodedImages | None:
         if self.eval_source is not None:
-            return self._data(self.eval_source, "eval")
+            data = self._data(self.eval_source, "eval")
+            if self.options.columns.group is not None and not self._trained:
+                assert isinstance(self._train, DecodedImages)
+                assert isinstance(data, DecodedImages)
+                groups = self._train.records.groups, data.records.groups
+                check_groups_apart(*groups, where=self.eval_source)
+            return data
         held = self._split[1]
         return None if held is None or not len(held) else self._data(self.train_source, "train", held)
 

@@ -12,7 +12,9 @@ from typing import Any, Literal
 import yaml
 
 from lockstep.core.errors import DataError, did_you_mean
-from lockstep_recipes.tasks.readers.input_files import find_files
+from lockstep_recipes.tasks.readers.encodings import read_text
+from lockstep_recipes.tasks.readers.input_files import find_files, with_slashes
+from lockstep_recipes.tasks.readers.yaml_names import load_names
 from lockstep_recipes.tasks.vision.readers.image_files import image_suffixes, is_image
 from lockstep_recipes.tasks.vision.readers.image_records import EVAL, TRAIN, Split
 
@@ -166,7 +168,7 @@ def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Annotat
     for word in (*_words(split), *(("trainval",) if split == "train" else ())):
         path = lists / f"{word}.txt"
         if path.is_file():
-            stems = tuple(line.split()[0] for line in path.read_text().splitlines() if line.strip())
+            stems = tuple(line.split()[0] for line in read_text(path).splitlines() if line.strip())
             return AnnotationLayout("voc", annotations, images, stems=stems)
     return None
 
@@ -178,8 +180,8 @@ def _is_yolo(path: Path) -> bool:
     """True if a YAML file describes a data set. Also true for an unreadable file with the usual name: reading it then
     reports the error."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = load_names(read_text(path))
+    except (DataError, ValueError, yaml.YAMLError):
         return path.stem.lower() == "data"
     return isinstance(content, dict) and ("names" in content or isinstance(content.get("train"), str | list))
 
@@ -188,7 +190,7 @@ def _yolo(file: Path | None, folder: Path, split: Split) -> AnnotationLayout | N
     content = {} if file is None else _yolo_file(file)
     names = None if file is None else _yolo_names(content, file)
     if names is None and (folder / "classes.txt").is_file():
-        names = tuple(line.strip() for line in (folder / "classes.txt").read_text().splitlines() if line.strip())
+        names = tuple(line.strip() for line in read_text(folder / "classes.txt").splitlines() if line.strip())
     words = ("train",) if split == "train" else ("val", "valid", "test")
     given = next((content[word] for word in words if content.get(word)), None)
     places: Sequence[Path]
@@ -216,8 +218,8 @@ def _yolo(file: Path | None, folder: Path, split: Split) -> AnnotationLayout | N
 
 def _yolo_file(file: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = load_names(read_text(file))
+    except (ValueError, yaml.YAMLError) as error:
         raise DataError(f"this is not readable as YAML: {error}", where=str(file), remedy=EXPECTED) from error
     if not isinstance(content, dict):
         raise DataError("this is not a YAML file with `names`, `train` and `val`", where=str(file), remedy=EXPECTED)
@@ -228,7 +230,8 @@ def _yolo_names(content: Mapping[str, Any], file: Path) -> tuple[str, ...] | Non
     names = content.get("names")
     if isinstance(names, dict) and sorted(names) == list(range(len(names))):
         names = [names[number] for number in range(len(names))]
-    if names is None or (isinstance(names, list) and names and len(set(map(str, names))) == len(names)):
+    distinct = set(map(str, names)) if isinstance(names, list) and None not in names else ()
+    if names is None or (distinct and len(distinct) == len(names)):
         return None if names is None else tuple(str(name) for name in names)
     what = f"`names` is {names!r}"
     raise DataError(what, where=str(file), remedy="give a list of distinct names, or names by number from 0")
@@ -256,5 +259,6 @@ def _yolo_images(place: Path, where: Path) -> list[Path]:
         return find_files([str(place)], image_suffixes())
     if not place.is_file():
         raise DataError(f"there is no {place}, which the data set names", where=str(where), remedy="correct the path")
-    lines = [line.strip() for line in place.read_text().splitlines()]
-    return [place.parent / line for line in lines if line]
+    lines = [line.strip() for line in read_text(place).splitlines()]
+    names, _ = with_slashes(place.parent, [line for line in lines if line])
+    return [place.parent / name for name in names]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
+from lockstep_recipes.tasks.readers.input_files import with_slashes
 from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
@@ -214,7 +215,8 @@ def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFile
     Raises:
         DataError: one of them does not exist.
     """
-    files = ImageFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
+    named = [annotations.file_names[number] for number in range(len(annotations.image_ids))]
+    files = ImageFiles(folder, with_slashes(folder, named)[0])
     missing = missing_files([files.path(index) for index in range(len(files))])
     if missing:
         path = Path(files.path(missing[0]))

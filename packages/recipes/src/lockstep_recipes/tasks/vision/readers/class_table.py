@@ -14,6 +14,7 @@ import yaml
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.readers.encodings import read_text
+from lockstep_recipes.tasks.readers.yaml_names import load_names
 
 Color = tuple[int, int, int]
 ClassesOption = str | Sequence[str] | Mapping[Any, Any] | None
@@ -162,7 +163,7 @@ def _read_file(path: Path) -> Any:
     if path.suffix.lower() == ".txt":
         return _lines(text, str(path))
     try:
-        return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        return json.loads(text) if path.suffix.lower() == ".json" else load_names(text)
     except (ValueError, yaml.YAMLError) as error:
         what = f"this is not valid {path.suffix.lstrip('.').upper()}: {' '.join(str(error).split())}"
         raise DataError(what, where=str(path), remedy="correct the file") from error

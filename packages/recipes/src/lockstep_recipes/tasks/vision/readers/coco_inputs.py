@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import DataError
+from lockstep_recipes.tasks.readers.input_files import with_slashes
 from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
@@ -106,6 +107,7 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
     """
     found = read_coco_images(file, key="INPUT")
     places = [find_layout(str(file), key="INPUT", split="eval", images=folder).images for folder in folders]
+    found = found._replace(file_names=with_slashes(places[0], found.file_names)[0])
     folder = next((place for place in places if os.path.isfile(place / found.file_names[0])), places[0])
     paths = [os.path.join(folder, name) for name in found.file_names]
     missing = missing_files(paths)

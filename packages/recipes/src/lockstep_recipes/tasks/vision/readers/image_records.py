@@ -32,6 +32,7 @@ TRAIN = ("train", "training")
 """Names of a folder, or of a split, with training data."""
 EVAL = ("val", "validation", "valid", "eval", "test")
 """Names of a folder, or of a split, with evaluation data. The first that exists is used."""
+FOLDER = image_table.FOLDER
 _TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson")
 _ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".tgz", ".xz", ".bz2", ".zst")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets` writes these into a folder
@@ -58,10 +59,18 @@ class ImageRecords(Dataset[ImageRecord]):
         labels: the class number of each, or -1: (images,).
         classes: the names of the classes.
         notes: remarks about how the source was read.
+        groups: the group of each image, which stays on one side of the split: (images,) text. None: there are none.
     """
 
-    def __init__(self, images: EncodedImages, labels: Array, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
-        self.pictures = images
+    def __init__(
+        self,
+        images: EncodedImages,
+        labels: Array,
+        classes: Sequence[str],
+        notes: Sequence[str] = (),
+        groups: Array | None = None,
+    ) -> None:
+        self.pictures, self.groups = images, groups
         self.labels: Array = labels.astype(np.int64, copy=False)
         """The class number of each image, or -1: (images,) int64."""
         self.classes = list(classes)
@@ -148,7 +157,7 @@ def read_image_records(
         raise DataError(f"data.{split} contains no images", where=source, remedy="give a source with images")
     if classes is None or records.classes == list(classes):
         return records
-    return ImageRecords(records.pictures, match_labels(records, classes), classes, records.notes)
+    return ImageRecords(records.pictures, match_labels(records, classes), classes, records.notes, records.groups)
 
 
 def _read(source: str, split: Split, options: ClassificationOptions, classes: Sequence[str] | None) -> ImageRecords:
@@ -156,7 +165,7 @@ def _read(source: str, split: Split, options: ClassificationOptions, classes: Se
     columns, path = options.columns, Path(source)
     field = "label" if columns.label is None else str(columns.label)
     if image_shards.names_shards(source):
-        return ImageRecords(*image_shards.read_shards(source, label=field))
+        return _from_shards(source, field, columns.group)
     if source.lower().endswith(_TABLES) and not path.is_dir():
         if path.is_file() and path.suffix.lower() == ".parquet" and image_table.holds_images(path):
             return ImageRecords(*image_table.read_data_set(_from_parquet(source), columns, name=source))
@@ -164,11 +173,22 @@ def _read(source: str, split: Split, options: ClassificationOptions, classes: Se
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
         if image_shards.has_shards(folder):
-            return ImageRecords(*image_shards.read_shards(str(folder), label=field))
-        return ImageRecords(*image_files.read_class_folders(folder, classes))
+            return _from_shards(str(folder), field, columns.group)
+        if columns.group not in (None, FOLDER):
+            what = f"a folder has no column {columns.group!r}"
+            raise DataError(what, where="task.columns.group", remedy=f"set it to {FOLDER}, or give a table")
+        found = image_files.read_class_folders(folder, classes)
+        return ImageRecords(*found, groups=image_table.folders_of(found[0]) if columns.group == FOLDER else None)
     remedy = f"Give a folder with one folder per class, a table ({', '.join(_TABLES)}), or .tar shards"
     data, name = open_data_set(source, split, options.subset, what="images", remedy=remedy)
     return ImageRecords(*image_table.read_data_set(data, columns, name=name))
+
+
+def _from_shards(source: str, field: str, group: str | int | None) -> ImageRecords:
+    if group is not None:
+        remedy = "give data.eval, with the groups that are for evaluation"
+        raise DataError("shards have no groups", where="task.columns.group", remedy=remedy)
+    return ImageRecords(*image_shards.read_shards(source, label=field))
 
 
 def is_saved_data_set(folder: Path) -> bool:

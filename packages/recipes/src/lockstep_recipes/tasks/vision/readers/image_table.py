@@ -12,8 +12,9 @@ import numpy as np
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.readers.columns import LABEL, named, usual
-from lockstep_recipes.tasks.readers.labels import single_labels
+from lockstep_recipes.tasks.readers.columns import LABEL, check_header, named, note_on_groups, usual
+from lockstep_recipes.tasks.readers.input_files import with_slashes
+from lockstep_recipes.tasks.readers.labels import groups_of, single_labels
 from lockstep_recipes.tasks.readers.table import Source, Table
 from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, add_file, missing_files
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
 """Usual names of columns with images or their paths."""
+FOLDER = "folder"
+"""The group of an image is its folder."""
 _FOR_LISTS = "give each image one label, or set task.columns.label to a different column"
 
 Column = str | int | None
@@ -38,8 +41,10 @@ class TablePlaces:
         return f"{self.name}:{self.lines[row]}" if self.by_line else f"{self.name}, row {self.lines[row]}"
 
 
-def read_paths(source: Source, given: ClassificationColumnsOptions) -> tuple[ImageFiles, Array, list[str]]:
-    """The images that a table lists by path, the class number of each image, and the names of the classes.
+def read_paths(
+    source: Source, given: ClassificationColumnsOptions
+) -> tuple[ImageFiles, Array, list[str], tuple[str, ...], Array | None]:
+    """The images that a table lists by path, class numbers, names of classes, notes, and groups.
 
     Args:
         source: a table file. Paths in it are relative to its folder.
@@ -55,10 +60,25 @@ def read_paths(source: Source, given: ClassificationColumnsOptions) -> tuple[Ima
     left = [name for name in columns if name != target]
     path = _column(given.image, left, usual_names=IMAGE, role="image", where=table.name)
     values, classes, places = table.columns[target], table.classes.get(target), TablePlaces(table)
+    if source.name.endswith((".csv", ".tsv")):
+        check_header(given.label, target, values, table.name)
     names, codes = single_labels(values, classes, column=target, where=places, for_lists=_FOR_LISTS)
-    paths, root = table.columns[path], Path(source.name).parent
+    root = Path(source.name).parent
+    paths, notes = with_slashes(root, table.columns[path])
     _check_paths(paths, root=root, column=path, place=places)
-    return ImageFiles(root, paths, places), codes, names
+    groups = None
+    images = ImageFiles(root, paths, places)
+    if given.group == FOLDER and FOLDER not in columns:
+        groups = folders_of(images)
+    elif given.group is not None:
+        column = named(given.group, columns, "group", table.name)
+        groups = groups_of(table.columns[column], column=column, where=places)
+    return images, codes, names, (*table.notes, *notes, *note_on_groups(given.group, table.columns)), groups
+
+
+def folders_of(images: ImageFiles) -> Array:
+    """The folder of each image."""
+    return np.array([os.path.dirname(images.path(index)) for index in range(len(images))])
 
 
 def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], role: str, where: str) -> str:
@@ -154,8 +174,8 @@ class DataSetImages:
 
 def read_data_set(
     data: Any, given: ClassificationColumnsOptions, *, name: str
-) -> tuple[DataSetImages, Array, list[str]]:
-    """The images of a `datasets.Dataset`, the class number of each image, and the names of the classes.
+) -> tuple[DataSetImages, Array, list[str], tuple[str, ...], Array | None]:
+    """The images of a `datasets.Dataset`, class numbers, names of classes, notes (none), and groups.
 
     Args:
         image: a column of type Image, by name or index. None: the only one, or the one with a usual name.
@@ -174,7 +194,12 @@ def read_data_set(
     names, codes = single_labels(
         values, classes, column=target, where=lambda row: f"{name}, row {row}", for_lists=_FOR_LISTS
     )
-    return data_set_images(data, column, name=name), codes, names
+    groups = None
+    if given.group is not None:
+        shared = named(given.group, list(data.features), "group", name)
+        values = data.select_columns([shared]).with_format(None).to_dict()[shared]
+        groups = groups_of(values, column=shared, where=lambda row: f"{name}, row {row}")
+    return data_set_images(data, column, name=name), codes, names, (), groups
 
 
 def image_column(
