@@ -44,12 +44,13 @@ def without_wrappers(model: M, where: str) -> M:
         for key, part in module._modules.items():
             if isinstance(part, kind) and not isinstance(module, kind):
                 module._modules[key] = _inside(part, kind)
-    return _inside(model, kind)
+    inside: M = _inside(model, kind)
+    return inside
 
 
-def _inside(module: Any, kind: type) -> Any:
+def _inside(module: Any, kind: Any) -> Any:
     """The module inside of a compiled one. It runs the compiled code when it is called."""
-    while isinstance(module, kind):
+    while type(module) is kind:
         inside: Any = module._orig_mod
         if not isinstance(inside, kind):
             inside._compiled_call_impl = module.dynamo_ctx(call_of(inside))

@@ -122,11 +122,11 @@ class TransformersTask(Foreign):
             return inside_compiled(self.model_init())
 
     def model(self) -> nn.Module:
-        made = self.model_init() if self.model_init is not None else copy.deepcopy(self.made_model)
+        made: Any = self.model_init() if self.model_init is not None else copy.deepcopy(self.made_model)
         made = without_wrappers(made, "adapters.transformers(model)")
         self._made.add(made)
         self._unit  # noqa: B018 - found before workers and a meta device are there
-        return made
+        return made  # type: ignore[no-any-return]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         args, ours = self.arguments, {id(one): group for group in groups for one in group["params"]}
