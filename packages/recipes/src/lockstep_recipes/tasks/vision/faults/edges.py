@@ -22,7 +22,7 @@ _CLEAR = 1.3
 _MIRRORS = {"mirrored": 2, "upside down": 4, "turned by 180 degrees": 3}
 _SIDE = 256
 _LOOSE = 3
-"""Pixels by which outlines may be beside their edge."""
+"""Pixels by which outlines may be away from their edge."""
 _MOST = 300
 """Images of a split that are compared, without --all."""
 _FEW = 5
@@ -138,7 +138,7 @@ def _mirror(fit: Fit) -> str | None:
 
 
 def misfits(data: ImageView) -> Iterator[DataFinding]:
-    """Targets whose outlines are no closer to edges than if they were moved: of a different image, or shifted."""
+    """Targets whose outlines are as far from edges as if they were moved: of a different image, or shifted."""
     for split in data.splits:
         fits = _fits(split)
         odd = [fit for fit in fits if fit.is_chance and fit.own < max(fit.shifted)]
