@@ -22,7 +22,7 @@ _CLEAR = 1.3
 _MIRRORS = {"mirrored": 2, "upside down": 4, "turned by 180 degrees": 3}
 _SIDE = 256
 _LOOSE = 3
-"""Pixels between an outline and its edge that are still close."""
+"""Pixels by which outlines may be away from their edge."""
 _MOST = 300
 """Images of a split that are compared, without --all."""
 _FEW = 5
