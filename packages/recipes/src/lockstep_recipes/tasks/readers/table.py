@@ -149,10 +149,10 @@ class Source:
         if suffix == ".json":
             return _read_json(path)
         if suffix == ".txt":
-            lines = lines_of(read_text(path))
-            if not lines:
+            texts = lines_of(read_text(path))
+            if not texts:
                 raise DataError("no rows", where=self.name, remedy="the file needs one text per line")
-            return Table({"text": lines}, self.name, list(range(1, len(lines) + 1)))
+            return Table({"text": texts}, self.name, list(range(1, len(texts) + 1)))
         if suffix in (".csv", ".tsv"):
             is_tsv = suffix == ".tsv"
             quoting = self.quoting or ("none" if is_tsv else "minimal")

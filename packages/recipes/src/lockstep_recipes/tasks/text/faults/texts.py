@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def markup(data: TextView) -> Iterator[DataFinding]:
 
 def not_texts(data: TextView) -> Iterator[DataFinding]:
     """A column that is none of texts: lists, numbers or paths."""
-    kinds = {
+    kinds: dict[str, Callable[[str], object]] = {
         "lists that were written as text": lambda text: text[:1] == "[" and bool(written_list(text)),
         "numbers or dates": _NUMBER.fullmatch,
         "paths or addresses": _PATH.fullmatch,
