@@ -11,12 +11,13 @@ SIDE = 48
 
 
 def scene(seed, side=SIDE):
-    """Pixels with a bright disc and noise, and the mask of the disc."""
+    """Pixels with a bright disc, noise and light from one side, so that no two are alike; and the mask of the disc."""
     draw = np.random.default_rng(seed)
     rows, columns = np.mgrid[:side, :side]
     y, x, radius = draw.integers(side // 4, 3 * side // 4), draw.integers(side // 4, 3 * side // 4), side // 6
     mask = ((rows - y) ** 2 + (columns - x) ** 2 < radius**2).astype(np.uint8)
-    pixels = 60 + 120 * mask[..., None] + draw.normal(0, 6, (side, side, 3))
+    light = np.tensordot(draw.uniform(-50, 50, 2), [rows / side - 0.5, columns / side - 0.5], 1)
+    pixels = 60 + 120 * mask[..., None] + light[..., None] + draw.normal(0, 6, (side, side, 3))
     return pixels.clip(0, 255).astype(np.uint8), mask
 
 
