@@ -157,7 +157,7 @@ class Point:
             "sample, at number 2 of bfloat16 [3]: 2.0 on A, and 3.0 on B",
         ),
         ({"a": 1}, {"b": 1}, "sample['a'] on A is at the place of sample['b'] on B"),
-        ([1], [1, 2], "it has 1 parts on A, and 2 on B"),
+        ([1], [1, 2], "it has 1 part on A, and 2 on B"),
         (np.arange(9000), np.append(np.arange(8999), 1), "sample (int64 [9000]) differs after its first 4,096 numbers"),
         ([Point(), 1], [Point(), 2], "sample[1] is 1 on A, and 2 on B"),
     ],

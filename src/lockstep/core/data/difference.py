@@ -94,7 +94,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def _leaf(place: str, value: Any) -> Leaf:
     name = type(value).__name__
     if isinstance(value, torch.Tensor):
-        shape = [len(value), "..."] if value.is_nested else list(value.shape)
+        shape = [value.size(0), "..."] if value.is_nested else list(value.shape)
         kind = f"{str(value.dtype).removeprefix('torch.')} {shape}".replace("'", "")
         flat = [_as_array(part).reshape(-1) for part in values_of(value)]
         array = flat[0] if len(flat) == 1 else np.concatenate(flat) if flat else np.empty(0)

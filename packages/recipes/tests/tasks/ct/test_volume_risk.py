@@ -135,7 +135,7 @@ def test_pictures_change_only_after_the_frozen_epochs(table):
     [
         ({"loss": "survival", "head": "question"}, "head: hazard"),
         ({"loss": "survival", "head": "hazard", "positive_weights": "balanced"}, "loss: answers"),
-        ({"windows": ["lung"], "mean": [0.5, 0.5]}, "2 numbers, but there are 1 windows"),
+        ({"windows": ["lung"], "mean": [0.5, 0.5]}, "2 numbers, but there are 1 window"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, words):

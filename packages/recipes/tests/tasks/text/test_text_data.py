@@ -297,7 +297,7 @@ def test_fields_of_a_csv_without_a_value_are_no_labels_and_no_texts(tmp_path):
     texts = read_texts(Source(str(path), missing=()))
     assert texts.names == ["None", "nan", "x", "y"]
     path.write_text("text,label\na,x\nNA,y\n")
-    with pytest.raises(DataError, match="1 empty texts") as caught:
+    with pytest.raises(DataError, match="1 empty text") as caught:
         read_texts(Source(str(path)))
     assert "task.missing=[]" in caught.value.remedy
     texts = read_texts(Source(str(path)), empty="drop")

@@ -431,7 +431,7 @@ def test_slices_without_a_preamble_are_read(tmp_path, suffix):
     volume = read_volume(folder)
     assert np.array_equal(volume.slices, values)
     assert "6 slices have no preamble of DICOM, but are read" in volume.notes
-    assert "1 files are not DICOM slices and are left out" in volume.notes
+    assert "left out: 1 file without a DICOM slice" in volume.notes
 
 
 @pytest.mark.parametrize(("stored", "written"), [(32767, 32767), (-2000, -2000), (-2000, 63536), (31000, 31000)])
