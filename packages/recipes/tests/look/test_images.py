@@ -170,7 +170,7 @@ def test_a_mask_of_a_different_image_is_named(tmp_path):
 @pytest.mark.parametrize("kind", ["segmentation", "detection"])
 def test_exif_that_turns_an_image_and_not_its_target_is_named(tmp_path, kind):
     root = MAKE[kind](tmp_path)
-    path = next(root.rglob("003.png"))
+    path = min(root.rglob("003.png"))  # of an image, not of a mask
     exif = Image.Exif()
     exif[0x0112] = 3
     Image.open(path).save(path, exif=exif)
