@@ -32,6 +32,17 @@ def test_nothing_is_dropped_before_the_first_entry(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 5}\n{"step": 10, "train/loss": 1}\n{"step": 10, "eval/loss": 2}\n')
+    file = JsonLinesFile(path, last_step=10)
+    file.append({"step": 10, "eval/loss": 3})
+    file.append({"step": 10, "eval/loss": 4})
+    file.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("eval/loss") for line in lines] == [None, None, 3, 4]
+
+
 NO_ENTRIES = [
     b"\0\0\n",
     b'\0\0{"step": 7}\n',

@@ -243,6 +243,7 @@ def _train_state(
             fuses_adam=devices.of(world.device).has_fused_adam
             and world.tensor == 1
             and not config.parallel.cpu_offload
+            and (config.parallel.virtual_ranks is None or config.parallel.strategy != "fsdp")  # `check_optimizer`
             and config.precision != "fp16",  # it counts a skipped update by itself, after hooks have seen the update
         ),
         precision=precision,

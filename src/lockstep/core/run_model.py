@@ -17,7 +17,7 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.history import MetricHistory
 from lockstep.core.optim import build_optimizer
-from lockstep.core.parallel import held_parameters
+from lockstep.core.parallel import equal_bits, held_parameters
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.no_collectives import no_collectives
 from lockstep.core.parallel.strategy import Forward, Strategy
@@ -84,6 +84,8 @@ def build_model(
         if strategy.is_sharded:
             held_parameters.check_references(made, task)
             held_parameters.check_shared_memory(made)
+            if training:
+                held_parameters.check_elements(made)
         return made
 
     model, messages = strategy.build_model(make)
@@ -210,6 +212,7 @@ def make_optimizer(
     made = build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks, make=task.optimizer)
     for member in optimizer_class.members(made) if sharded else ():
         optimizer_class.check_shardable(member)
+    equal_bits.check_optimizer(made, config.parallel)
     if len({getattr(parameter, "device_mesh", None) for parameter in model.parameters()}) > 1:
         for group in made.param_groups:  # torch's kernels over lists of tensors take those of one mesh
             group |= {"foreach": False} if "foreach" in group else {}

@@ -18,7 +18,8 @@ class JsonLinesFile:
     """Opens `path` for appending. The first appended object replaces lines that do not belong there.
 
     It drops objects of steps after `last_step`, from a process that was killed before it saved them, and damaged
-    lines, for example from a power cut or a full disk. A start that ends before it appends leaves them.
+    lines, for example from a power cut or a full disk. If it is of `last_step` itself, such as an evaluation that is
+    made again, it also replaces an object with the same keys. A start that ends before it appends leaves them.
 
     Args:
         path: created if it does not exist.
@@ -34,20 +35,28 @@ class JsonLinesFile:
         lines = path.read_bytes().splitlines(keepends=True)
         steps = [_step_of(line) for line in lines]
         kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
-        self.kept = kept if len(kept) < len(lines) else None
-        """The lines to keep, until the others are dropped. None: all."""
+        self.kept: list[bytes] | None = kept
+        """The lines to keep, until the first object is appended. None: it was."""
+        self.has_others, self.last_step = len(kept) < len(lines), last_step
         if damaged := steps.count(None):
             self.note = (
                 f"{path.name}: {damaged} of {number_of(len(lines), 'line')} damaged (by a power cut or a full disk?) "
                 "and dropped"
             )
 
-    def _drop(self) -> None:
-        if self.kept is not None:
+    def _drop(self, values: Mapping[str, Any]) -> None:
+        """Drop the lines that `values`, the first object, replaces."""
+        kept, self.kept = self.kept, None
+        if kept is not None and values["step"] == self.last_step:
+            new = [
+                line for line in kept if _step_of(line) != self.last_step or json.loads(line).keys() != values.keys()
+            ]
+            self.has_others, kept = self.has_others or len(new) < len(kept), new
+        if kept is not None and self.has_others:
             with atomic.staged_file(self.path) as staging:
-                staging.write_bytes(b"".join(self.kept))
+                staging.write_bytes(b"".join(kept))
             self.file.close()
-            self.file, self.kept = self.path.open("ab", buffering=0), None
+            self.file = self.path.open("ab", buffering=0)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Write one object, with the key `step`.
@@ -55,7 +64,7 @@ class JsonLinesFile:
         Raises:
             OSError: the disk is full, or cannot be written.
         """
-        self._drop()
+        self._drop(values)
         line = dumps(values).encode() + b"\n"
         if self.is_torn:  # end the partial line, so that it damages no other line
             line = b"\n" + line

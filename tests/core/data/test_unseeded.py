@@ -60,7 +60,7 @@ FOUND = {
     entropy: "`urandom` draws from the system",
     identity: "`uuid4` draws from the system",
     clock: "`time` depends on the time",
-    new_generator: "`default_rng` makes a new generator, perhaps without a seed",
+    new_generator: "`default_rng` makes a new generator, which is not seeded",
     files: "`listdir` gives files in an order that differs by machine: sort them",
     globbed: "`glob` gives files in an order",
     labels: "a set: the order of texts in it differs by process, unless PYTHONHASHSEED is set",

@@ -6,6 +6,7 @@ from torch import nn
 
 from lockstep.core.checkpoint import store
 from lockstep.core.errors import UsageError
+from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.fsdp import FSDP
 from lockstep.core.parallel.options import ParallelConfig
@@ -220,6 +221,15 @@ def test_a_parameter_without_dimensions_is_named():
         UsageError, match=r"parallel\.strategy=fsdp: parameter 0\.factor has no dimension to shard[\s\S]*shape \(1,\)"
     ):
         FSDP(THREE, ParallelConfig()).wrap(Forward(model, None), [])
+
+
+def test_a_parameter_without_elements_is_named():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].empty = nn.Parameter(torch.ones(0, 3), requires_grad=False)
+    held_parameters.check_elements(model)
+    model[0].empty.requires_grad_()
+    with pytest.raises(UsageError, match=r"parameter 0\.empty has no elements to shard: shape \(0, 3\)"):
+        held_parameters.check_elements(model)
 
 
 def test_fsdp_with_unused_parameters_is_an_error_that_names_ddp():

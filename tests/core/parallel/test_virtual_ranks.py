@@ -462,6 +462,7 @@ REFUSED = {
     "compute.cudnn_benchmark=true": {"compute": {"cudnn_benchmark": True}},
     "parallel.param_dtype": {"parallel": {"strategy": "fsdp", "param_dtype": "bf16"}},
     "parallel.shard_ranks": {"parallel": {"strategy": "fsdp", "shard_ranks": 1}},
+    "optim.fused=true": {"parallel": {"strategy": "fsdp"}, "optim": {"name": "AdamW", "fused": True}},
     "watch.every": {"watch": {"every": 5}},
     "parallel.tensor=2": {"parallel": {"tensor": 2}},
     "parallel.static_graph=true": {"parallel": {"static_graph": True}},

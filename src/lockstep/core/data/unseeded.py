@@ -13,12 +13,14 @@ from lockstep.core.data.private_generators import codes_of, text_of, walk
 
 _SHOWN = 3
 _ENTROPY = "draws from the system: take a number from the global generators"
-_NEW = "without a seed: give it one"
 _CLOCK = "depends on the time"
 _FILES = "gives files in an order that differs by machine: sort them"
 _CAUSES = {
     **dict.fromkeys(("SystemRandom", "urandom", "uuid1", "uuid4", "token_bytes", "token_hex", "randbelow"), _ENTROPY),
-    **dict.fromkeys(("default_rng", "RandomState", "SeedSequence"), f"makes a new generator, perhaps {_NEW}"),
+    **dict.fromkeys(
+        ("default_rng", "RandomState", "SeedSequence"),
+        "makes a new generator, which is not seeded: make it in __init__",
+    ),
     **dict.fromkeys(("time", "time_ns", "perf_counter", "monotonic", "now", "today", "utcnow"), _CLOCK),
     **dict.fromkeys(("listdir", "scandir", "glob", "iglob", "rglob", "iterdir", "walk"), _FILES),
     **dict.fromkeys(("getpid", "gethostname", "get_ident", "get_worker_info"), "differs by process"),

@@ -89,6 +89,15 @@ def check_model(model: nn.Module, options: ParallelConfig) -> None:
         raise UsageError(what, where=where, remedy=remedy)
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer, options: ParallelConfig) -> None:
+    """Raises UsageError if a fused kernel would update a shard differently than the whole weight."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and options.virtual_ranks is not None and options.strategy == "fsdp":
+        what = "fused kernels update a shard of a weight differently than the whole weight"
+        remedy = "leave optim.fused out, or use parallel.strategy=ddp"
+        raise UsageError(what, where=f"optim.fused=true, parallel.virtual_ranks={options.virtual_ranks}", remedy=remedy)
+
+
 def kind(device: torch.device) -> str:
     """The kind of device: kernels of different kinds round differently. For a CPU, its model and instructions."""
     if device.type != "cpu":

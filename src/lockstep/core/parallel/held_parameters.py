@@ -61,6 +61,14 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
     ]
 
 
+def check_elements(model: nn.Module) -> None:
+    """Raises UsageError if a trainable parameter has no elements: FSDP cannot reduce its gradient."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.numel():
+            what = f"parameter {name} has no elements to shard: shape {tuple(parameter.shape)}"
+            raise UsageError(what, where="parallel.strategy=fsdp", remedy="remove or freeze it, or use ddp")
+
+
 def check_renormalised(model: nn.Module, *, ranks: int) -> None:
     """Check that no forward pass shortens rows of an embedding (`max_norm`), if each rank has different samples.
 

@@ -209,6 +209,10 @@ class Single:
         if names:
             ranks = int(max(unused_on))
             when = "" if ranks == self.world.size else f" on {ranks} of {self.world.size} ranks"
+            if any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes(losses)):
+                when += (
+                    " in the graph of the loss, which ends at a reentrant checkpoint (pass use_reentrant=False to it)"
+                )
             raise unused_error(names, "first step", when)
         self._must_check_used = False
 

@@ -16,7 +16,8 @@ from lockstep.core.parallel.held_parameters import trainable_leaves
 _ENGINE = ("lockstep.trainer.", "lockstep.core.")
 _OUTSIDE = (
     "make it a part of the model (for a loss with parameters: nn.ModuleDict({'net': net, 'criterion': criterion})); or "
-    "freeze it: requires_grad_(False)"
+    "freeze it: requires_grad_(False). If only a derivative by it is needed, such as by points of a grid, make it in "
+    "each pass: x.detach().requires_grad_()"
 )
 _IN_MODEL = (
     "create all parameters in the model's constructor, as nn.Parameter, and keep layers in an nn.ModuleList: the "
