@@ -285,7 +285,7 @@ def main() -> None:
     for name in arguments.only:
         found = [trained(name, arguments.samples, *each) for each in runs]
         differ = sum(one.get(key) != value for one in found[1:] for key, value in found[0].items())
-        assert len(set(found[0].values())) == len(found[0]), f"{name}: it draws nothing"
+        assert len(set(found[0].values())) > len(found[0]) / 2, f"{name}: it draws nothing"
         count, seeding, whole = cost(name, arguments.samples)
         total = len(found[0]) * (len(runs) - 1)
         print(

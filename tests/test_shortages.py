@@ -230,6 +230,9 @@ def test_sockets_are_made_in_a_short_folder_if_that_of_temporary_files_is_long(t
     (batch,) = loader.run(lambda: [MicroBatchPlan((0, 1), 0, False)])
     assert batch.collated.shape == (2, 1 << 14)
     assert not list(long.iterdir())
+    settings["tempdir"] = f"{long}/pymp-abc"  # of the parent process
+    shortages.allow_short_sockets()
+    assert len(settings["tempdir"]) < 40
 
 
 def test_few_open_files_are_room_for_few_tensors(monkeypatch):

@@ -94,7 +94,9 @@ def allow_short_sockets() -> None:
     Loader workers hand over tensors through such sockets.
     """
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if settings.get("tempdir") is not None or len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER:
+    made = settings.get("tempdir")  # by Python, in the folder for temporary files, or by a parent process
+    used = tempfile.gettempdir() if made is None else os.path.dirname(made)
+    if len(os.fsencode(used)) <= _LONGEST_FOLDER:
         return
     for folder in ("/tmp", "/var/tmp", "/dev/shm"):
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
-from lockstep.core import debugging
+from lockstep.core import debugging, shortages
 from lockstep.launch import preload
 
 MODULES = (
@@ -61,10 +61,11 @@ def start(modules: Sequence[str] = ()) -> None:
     has_safe_path = _SAFE_PATH in os.environ
     os.environ.setdefault(_SAFE_PATH, "1")  # else files in the current directory would replace modules of libraries
     try:
+        shortages.allow_short_sockets()
         with _blocked_signals():
             forkserver.ensure_running()
         _warm_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    except OSError as error:  # such as a TMPDIR whose path is too long for a socket
+    except OSError as error:
         _tell_cold(f"the process to fork ranks from did not start ({error})")
     finally:  # no other process may mistake itself for the warm process
         for name in (preload.PRELOAD, preload.ENDS_WITH_PARENT, *([] if has_safe_path else [_SAFE_PATH])):
