@@ -85,7 +85,7 @@ Whatever ends a rank, the audit judges the events that the rank has written unti
 | `sys.exit(N)`, an error | a report, then code 3 for a finding, else 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
-| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `lockstep-audit --read DIR` |
+| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read DIR` |
 | a hang | after `--patience` seconds without progress, `lockstep-audit` ends the ranks, and exits with code 3 |
 | a collective that times out or breaks | the report shows where each rank was (also after SIGABRT), then code 3 |
 | a missing script, a notebook, a wrong option | exit code 2 |
@@ -163,7 +163,7 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 batches show only if the run reaches the end of an epoch.
 - **Steps.** The audit examines the first 4 steps closely, and then each K-th step (`--every K`). It does not compare
   parameters in the steps in between. With steps of 30 ms, observing costs 1 to 4 % of the time, and 10 % with
-  `--every 1` ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
+  `--every 1` ([what it costs](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Otherwise collect the files
   `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read DIR`.
 - **Notebooks** cannot be observed, and end with an error. Save the notebook as a script:
