@@ -15,8 +15,8 @@ GROUPS = {
 TEXT = """# Audit: what is silently wrong in a training script
 
 `lockstep-audit` runs your own script on several ranks, unchanged, and names what is wrong in it: file, line, ranks,
-step, cause and remedy. The script may use plain DistributedDataParallel or FSDP2, Lightning, Accelerate or
-transformers. The package `torch-lockstep-audit` needs only torch, and installs no trainer.
+step, cause and remedy. The script may use plain DistributedDataParallel or FSDP2, a [`lockstep.Loop`](loop.md),
+Lightning, Accelerate or transformers. The package `torch-lockstep-audit` needs only torch, and installs no trainer.
 
 ```
 pip install torch-lockstep-audit                     # it is not on PyPI yet; in a clone: pip install ./packages/audit
@@ -29,9 +29,10 @@ python -m lockstep_audit train.py                      # a script that starts it
 
 If torch-lockstep is also installed, `lockstep audit` is the same command, with the same options and exit codes.
 
-Observers inside the script write events to a file for each rank. They call no collectives and draw no random numbers.
-When the ranks have ended, rules compare the events. A short run is enough: two epochs of a few batches show most
-faults. Two ranks on CPUs are also enough.
+In each process of the script, the audit observes calls of torch and Python, and writes what it sees (*events*) to a
+file for each rank. It calls no collectives and draws no random numbers. When the ranks have ended, the audit's rules
+compare the events. A short run is enough: two epochs of a few batches show most faults. Two ranks on CPUs are also
+enough.
 
 ```
 train.py:10: error[LS101]: several ranks train on the same samples
@@ -77,14 +78,14 @@ The audit writes nothing into the folder of the script. There is one exception: 
 
 ## How a run ends
 
-However a rank ends, the audit judges the events that the rank has written until then.
+Whatever ends a rank, the audit judges the events that the rank has written until then.
 
 | what ends the script | |
 |---|---|
 | `sys.exit(N)`, an error | a report, then code 3 for a finding, else 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
-| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
+| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read DIR` |
 | a hang | after `--patience` seconds without progress, `lockstep-audit` ends the ranks, and exits with code 3 |
 | a collective that times out or breaks | the report shows where each rank was (also after SIGABRT), then code 3 |
 | a missing script, a notebook, a wrong option | exit code 2 |
@@ -161,18 +162,18 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 - **Coverage.** The audit finds a fault only if the run shows it. For example, ranks with different numbers of
 batches show only if the run reaches the end of an epoch.
 - **Steps.** The audit examines the first 4 steps closely, and then each K-th step (`--every K`). It does not compare
-parameters in the steps in between. With steps of 30 ms, observers cost 1 to 4 % of the time, and 10 % with `--every 1`
-([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
+  parameters in the steps in between. With steps of 30 ms, observing costs 1 to 4 % of the time, and 10 % with
+  `--every 1` ([what it costs](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Otherwise collect the files
-`rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read FOLDER`.
+  `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read DIR`.
 - **Notebooks** cannot be observed, and end with an error. Save the notebook as a script:
 `jupyter nbconvert --to script NOTEBOOK.ipynb`.
-- **Missed faults.** Not every fault has a rule. The audit was tried on 40 faults in scripts by people who had not seen
-it. It named 36 of them at the right line, and missed 4. Of the 40 faults of the previous set, it named 35
-([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
+- **Missed faults.** Not every fault has a rule. The audit was tried on 40 faults in scripts by people who had not
+  seen it. It named 36 of them at the right line, and missed 4. An earlier set had 40 other faults, and the audit
+  named 35 of them ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 - **False errors.** On 40 unusual but correct scripts and 40 repaired scripts, there was no false error. On the 80
-scripts of the previous set there were 2, and on 108 public examples 2 more. All four have been fixed.
-[Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
+  scripts of the earlier set there were 2, and on 108 public examples 2 more. All four have been fixed. [Public
+  examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - **Known false alarms**; `# lockstep: ignore[LS101] reason` switches one off:
     - LS101 if ranks answer the same prompts with different draws (rollouts of one group);
     - LS108 with samplers that repeat samples on purpose (torchvision's RASampler on 4 ranks);
@@ -185,9 +186,10 @@ scripts of the previous set there were 2, and on 108 public examples 2 more. All
 observations with statistics that it gathers for itself, such as a running mean. In other objects, such as the states of
 environments, ranks rightly hold different numbers. The audit cannot distinguish the two.
 - **Lines.** If the cause of a finding is known, the finding shows the line of the cause: the line that created a
-  sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. The
-  audit finds some lines in the source of the script: the `if` or `break` that decides, or the set whose order is used.
-  Without the source, the finding has the line at which the fault was noticed.
+  sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. For
+  some findings, the audit looks for the line in the source of the script. It may be an `if` or `break` at which ranks
+  take different ways, or a Python `set` over which the script iterates. Without the source, the finding has the line
+  at which the fault was noticed.
 - **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts only one process if it finds
 no GPU. Then add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
 - **Not tried**: FSDP of version 1, `torch.compile`, several nodes, GPUs and NCCL. Everything else on this page was
