@@ -139,7 +139,7 @@ def changed_mask(root, change, name="003.png"):
 
 MASKS = {
     "inverted-mask": (lambda mask: 1 - mask, "error"),
-    "one-class-mask": (lambda mask: 0 * mask, "warning"),
+    "unlabelled-objects": (lambda mask: 0 * mask, "warning"),
     "mirrored-target": (lambda mask: mask[:, ::-1], "error"),
     "bad-mask": (lambda mask: 7 * mask, "error"),
     "mask-size": (lambda mask: mask[:-2], "error"),
@@ -208,3 +208,29 @@ def test_boxes_that_are_wrong_are_named(tmp_path, name):
     change, code, level = BOXES[name]
     cases.change_boxes(root, change)
     check("detection", root, code, "003.png", level=level, only=name != "double")
+
+
+def test_boxes_in_one_corner_are_named(tmp_path):
+    root = cases.boxes(tmp_path, count=60)
+
+    def halve(content):
+        for row in content["annotations"]:
+            row["bbox"] = [side / 2 for side in row["bbox"]]
+
+    cases.change_boxes(root, halve)
+    fault = check("detection", root, "in-one-corner", "", level="warning", only=False)
+    assert fault.count == 60
+    assert "of the width" in fault.first.what
+
+
+def test_boxes_with_x_and_y_exchanged_are_named_once(tmp_path):
+    root = cases.boxes(tmp_path, count=40)
+
+    def exchange(content):
+        for row in content["annotations"]:
+            left, top, width, height = row["bbox"]
+            row["bbox"] = [top, left, height, width]
+
+    cases.change_boxes(root, exchange)
+    fault = check("detection", root, "exchanged-axes", "train", level="error")
+    assert len(fault.findings) == 1

@@ -65,3 +65,14 @@ def test_copies_and_scans_of_few_slices_are_named(folder):
     shutil.rmtree(folder / "scan4")
     scans.write_dicom(folder / "scan4", scans.voxels(1, seed=9), series="1.2.4")
     assert {code for code, one in found(folder).items() if "scan4" in one.file} <= {"few-slices"}
+
+
+@pytest.mark.parametrize(("distance", "is_odd"), [(1.0, True), (2.5, False)])
+def test_a_scan_that_is_much_shorter_than_others_with_as_many_slices_is_named(folder, distance, is_odd):
+    shutil.rmtree(folder / "scan2")
+    scans.write_dicom(folder / "scan2", scans.voxels(8, seed=2), series="1.2.2", spacing=(distance, 0.8, 0.7))
+    odd = found(folder)
+    assert set(odd) == ({"odd-length"} if is_odd else set())
+    if is_odd:
+        assert "scan2" in odd["odd-length"].file
+        assert "1.00 mm apart, 7 mm in total" in odd["odd-length"].what

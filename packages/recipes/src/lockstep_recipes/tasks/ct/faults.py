@@ -17,6 +17,8 @@ from lockstep_recipes.tasks.arrays import Array
 _BRIGHTEST = np.iinfo(np.int16).max
 _FEW = 0.25
 """A scan with less than this share of the usual number of slices is odd."""
+_SIMILAR, _ENOUGH, _RARE = 1.5, 5, 0.25
+"""Numbers of slices are similar within this factor; scans for a judgement; the share of odd scans at most."""
 _TOLD = ("may not be Hounsfield", "no preamble", "PixelPadding", "no orientation", "are missing", "1 mm apart")
 """Parts of the reader's notes that are findings."""
 
@@ -30,6 +32,8 @@ class VolumeFacts:
     error: DataError | None = None
     key: str = ""
     slices: int = 0
+    length: float = 0
+    """Millimetres from the first to the last slice."""
     brightest: float = 0
     """The share of voxels with the largest value that a volume can hold."""
     notes: tuple[str, ...] = ()
@@ -60,7 +64,8 @@ class VolumeSplit:
         except DataError as error:
             return VolumeFacts(index, file, error)
         brightest = float((values == _BRIGHTEST).mean())
-        return VolumeFacts(index, file, None, sample.key, len(sample.positions), brightest, sample.notes)
+        length = float(sample.positions[-1] - sample.positions[0])
+        return VolumeFacts(index, file, None, sample.key, len(sample.positions), length, brightest, sample.notes)
 
     def middle(self, index: int) -> Array:
         """The slice in the middle, for the page: uint8 (rows, columns, 3)."""
@@ -104,6 +109,24 @@ def odd_volumes(data: Sequence[VolumeSplit]) -> Iterator[DataFinding]:
                 yield DataFinding("warning", "few-slices", one.file, what, "complete the scan, or remove it", image)
 
 
+def odd_lengths(data: Sequence[VolumeSplit]) -> Iterator[DataFinding]:
+    """Scans that are much shorter or longer than others with a similar number of slices."""
+    known = [(split, one) for split in data for one in split.facts if one.error is None and one.slices > 1]
+    odd = []
+    for split, one in known:
+        similar = [other.length for _, other in known if 1 / _SIMILAR < other.slices / one.slices < _SIMILAR]
+        usual = float(np.median(similar))
+        if len(similar) >= _ENOUGH and not 0.5 * usual < one.length < 2 * usual:
+            odd.append((split, one, usual))
+    for split, one, usual in odd if len(odd) <= _RARE * len(known) else []:
+        what = (
+            f"its {one.slices} slices are {one.length / (one.slices - 1):.2f} mm apart, {one.length:.0f} mm in total; "
+        )
+        what += f"scans with a similar number of slices have {usual:.0f} mm"
+        remedy = "is the distance of the slices right in the file?"
+        yield DataFinding("warning", "odd-length", one.file, what, remedy, partial(split.middle, one.index))
+
+
 def equal_volumes(data: Sequence[VolumeSplit]) -> Iterator[DataFinding]:
     """Equal volumes in training and evaluation, or with different labels."""
     groups: dict[str, list[tuple[VolumeSplit, VolumeFacts]]] = defaultdict(list)
@@ -126,4 +149,4 @@ def equal_volumes(data: Sequence[VolumeSplit]) -> Iterator[DataFinding]:
                 )
 
 
-FINDERS = (unreadable, remarks, odd_volumes, equal_volumes)
+FINDERS = (unreadable, remarks, odd_volumes, odd_lengths, equal_volumes)

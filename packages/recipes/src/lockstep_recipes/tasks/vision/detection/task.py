@@ -89,9 +89,11 @@ class Detection(DetectionTask):
         boxes.odd_sizes,
         boxes.doubled,
         boxes.other_size,
+        boxes.in_one_corner,
         boxes.rare_box_class,
         edges.turned_by_exif,
         edges.mirrored,
+        edges.exchanged,
         edges.misfits,
     )
     kept = "detection.json"

@@ -14,6 +14,9 @@ from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 
 _RARE = 0.02
 _EDGE = 2.0
+_MANY, _SEVERAL = 50, 10
+"""Boxes, and images with boxes, for a judgement of a whole split."""
+_CORNER = 0.6
 _SAME = 0.9
 """Intersection over union of boxes around one object."""
 
@@ -112,6 +115,23 @@ def other_size(data: ImageView) -> Iterator[DataFinding]:
                 remedy = "restore the annotated image, or scale its boxes and correct height and width"
                 text = f"{what}{said[0]}x{said[1]}.{turned}"
                 yield DataFinding("error", "other-size", one.file, text, remedy, partial(split.pixels, one.index))
+
+
+def in_one_corner(data: ImageView) -> Iterator[DataFinding]:
+    """Boxes that are all at the upper left: the coordinates may be of smaller images."""
+    for split in _boxed(data):
+        found = split.annotations
+        images = len(np.unique(found.images))
+        if len(found.ids) < _MANY or images < _SEVERAL:
+            continue
+        ends = (found.boxes[:, :2] + found.boxes[:, 2:]) / found.sizes[found.images][:, ::-1]
+        across, down = ends.max(axis=0).tolist()
+        if 1 / 64 < max(across, down) < _CORNER:
+            what = f"all {len(found.ids):,} boxes of {images:,} images end at {across:.0%} of the width and {down:.0%} "
+            what += "of the height"
+            remedy = "were the boxes drawn on smaller images? Scale them to the size of the images"
+            image = partial(drawn, split, int(found.images[0]))
+            yield DataFinding("warning", "in-one-corner", found.where(0), what, remedy, image, len(found.ids))
 
 
 def rare_box_class(data: ImageView) -> Iterator[DataFinding]:

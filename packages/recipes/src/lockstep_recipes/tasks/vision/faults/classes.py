@@ -37,11 +37,12 @@ def rare_class(data: ImageView) -> Iterator[DataFinding]:
 
 
 def given_away(data: ImageView) -> Iterator[DataFinding]:
-    """Labels that follow the format, the mode or the size of the files: a model may learn these instead."""
+    """Labels that follow the format, mode, size or colour of the files: a model may learn these instead."""
     forms: dict[str, Callable[[ImageFacts], object]] = {
         "format": lambda one: one.format,
         "mode": lambda one: one.mode,
         "size": lambda one: f"{one.size[1]}x{one.size[0]}",
+        "colour": lambda one: "grey" if one.is_grey else "in colour",
     }
     for split in data.splits[:1]:
         if split.labels is None:
@@ -54,6 +55,13 @@ def given_away(data: ImageView) -> Iterator[DataFinding]:
             by_form: dict[object, Counter[str]] = defaultdict(Counter)
             for one, label in zip(facts, labels, strict=True):
                 by_form[form(one)][label] += 1
+            if own := _own_form(by_form):
+                value, label = own
+                said = f"all {by_form[value][label]:,} images of class {label!r}, and no others, are {value} ({what})"
+                remedy = "save all classes in the same way: a model may learn the difference of the files"
+                file, count = split.pictures.where(facts[0].index), by_form[value][label]
+                yield DataFinding("warning", "label-in-file", file, said, remedy, count=count)
+                return
             often = {value: counts for value, counts in by_form.items() if counts.total() >= _ENOUGH}
             covered = sum(counts.total() for counts in often.values())
             if len(often) < 2 or covered < 0.9 * len(facts):
@@ -68,3 +76,14 @@ def given_away(data: ImageView) -> Iterator[DataFinding]:
                 remedy = "save all classes in the same way: a model may learn the difference of the files"
                 file = split.pictures.where(facts[0].index)
                 yield DataFinding("warning", "label-in-file", file, said, remedy, count=covered)
+
+
+def _own_form(by_form: dict[object, Counter[str]]) -> tuple[object, str] | None:
+    """A form that all files of a class have, and no others, in data of several classes. None: there is none."""
+    totals = sum(by_form.values(), Counter[str]())
+    for value, counts in by_form.items():
+        label, count = counts.most_common(1)[0]
+        others = totals.total() - totals[label]
+        if len(totals) > 2 and len(counts) == 1 and count == totals[label] >= _ENOUGH <= others:
+            return value, label
+    return None

@@ -33,6 +33,8 @@ _FOLLOWS = 1.4
 _CHANCE = 1.15
 """The same factor, for a target that does not fit."""
 _RARE = 0.1
+_JUDGED, _NEARLY_ALL = 10, 0.9
+"""Images, and the share of them that must agree, for a judgement of a whole split."""
 
 
 def turned_by_exif(data: ImageView) -> Iterator[DataFinding]:
@@ -69,6 +71,8 @@ class Fit:
     own: float
     mirrored: dict[str, float]
     """The same, for the target mirrored and upside down."""
+    exchanged: float
+    """The same, for the target with x and y exchanged. 0: the image is not square."""
     shifted: list[float]
     """The same, for the target moved to the sides."""
     is_loose: bool
@@ -81,7 +85,14 @@ class Fit:
 
 
 def _fits(split: ImageSplit) -> list[Fit]:
-    """The fits of the opened images, computed once. Empty if outlines do not follow edges in this data."""
+    """The fits of the opened images. Empty if outlines do not follow edges in this data."""
+    found = _measured(split)
+    usual = [fit.own / max(float(np.mean(fit.shifted)), 1e-9) for fit in found]
+    return found if len(found) >= _FEW and np.median(usual) > _FOLLOWS else []
+
+
+def _measured(split: ImageSplit) -> list[Fit]:
+    """The fits of the opened images, computed once."""
     if split.extent.is_short:
         return []
     kept: list[Fit] | None = split.__dict__.get("fits")
@@ -90,9 +101,7 @@ def _fits(split: ImageSplit) -> list[Fit]:
         if split.extent.samples is not None:
             facts = facts[:: max(1, -(-len(facts) // _MOST))]
         found = [_fit(split, one) for one in facts]
-        kept = [fit for fit in found if fit is not None]
-        usual = [fit.own / max(float(np.mean(fit.shifted)), 1e-9) for fit in kept]
-        split.__dict__["fits"] = kept = kept if len(kept) >= _FEW and np.median(usual) > _FOLLOWS else []
+        split.__dict__["fits"] = kept = [fit for fit in found if fit is not None]
     return kept
 
 
@@ -105,6 +114,7 @@ def _fit(split: ImageSplit, one: ImageFacts) -> Fit | None:
         return None
     own = _at_outline(edges, target)
     turns = {name: _at_outline(edges, turned(target, way)) for name, way in _MIRRORS.items()}
+    exchanged = _at_outline(edges, target.T) if target.shape[0] == target.shape[1] else 0.0
     far = max(4, min(target.shape) // 8)
     moves = [(down, across) for down in (-far, 0, far) for across in (-far, 0, far) if down or across]
     moved = [np.roll(target, move, (0, 1)) for move in moves]
@@ -114,7 +124,7 @@ def _fit(split: ImageSplit, one: ImageFacts) -> Fit | None:
         blurred = _blurred(edges, _LOOSE)
         chance = float(np.mean([_at_outline(blurred, one) for one in moved]))
         is_loose = _at_outline(blurred, target) > _CHANCE * chance
-    return Fit(one, own, turns, shifted, is_loose) if own else None
+    return Fit(one, own, turns, exchanged, shifted, is_loose) if own else None
 
 
 def mirrored(data: ImageView) -> Iterator[DataFinding]:
@@ -135,6 +145,21 @@ def _mirror(fit: Fit) -> str | None:
     way = max(fit.mirrored, key=fit.mirrored.__getitem__)
     best = fit.mirrored[way]
     return way if fit.is_chance and best > _BETTER * fit.own and best > max(fit.shifted) else None
+
+
+def exchanged(data: ImageView) -> Iterator[DataFinding]:
+    """Splits whose targets fit nearly all images better with x and y exchanged."""
+    for split in data.splits:
+        fits = [fit for fit in _measured(split) if fit.exchanged]
+        better = [fit for fit in fits if fit.exchanged > fit.own]
+        if len(fits) < _JUDGED or len(better) < _NEARLY_ALL * len(fits):
+            continue
+        own, other = (float(np.median(values)) for values in zip(*((f.own, f.exchanged) for f in fits), strict=True))
+        if other > _CHANCE * own and other > _CHANCE * float(np.median([np.mean(fit.shifted) for fit in fits])):
+            what = f"the {_kind(split)} fit {len(better)} of {len(fits)} images better if x and y are exchanged"
+            remedy = "exchange x and y, width and height in all annotations"
+            file, image = better[0].facts.file, partial(drawn, split, better[0].facts.index)
+            yield DataFinding("error", "exchanged-axes", file, what, remedy, image, len(fits))
 
 
 def misfits(data: ImageView) -> Iterator[DataFinding]:

@@ -20,6 +20,7 @@ from lockstep_recipes.tasks.vision.readers.mask_files import EncodedMasks
 
 _RARE = 0.1
 _MOST = 0.9
+_SOME = 0.2
 _INTRICATE = 60
 """Masks with a shorter outline may be equal by chance."""
 
@@ -42,7 +43,7 @@ class MaskFacts:
     """The mean grey of the pixels of classes other than the first, minus that of the first: 0 to 255."""
 
 
-def _checked(split: ImageSplit) -> tuple[list[MaskFacts], list[DataFinding]]:
+def checked(split: ImageSplit) -> tuple[list[MaskFacts], list[DataFinding]]:
     """The facts of the masks of the opened images, and what cannot be read. Computed once for a split."""
     kept: tuple[list[MaskFacts], list[DataFinding]] | None = split.__dict__.get("mask_facts")
     if kept is not None:
@@ -102,29 +103,30 @@ def bad_masks(data: ImageView) -> Iterator[DataFinding]:
     """Masks that cannot be read, have unknown values, or a different size than their image."""
     for split in data.splits:
         if split.masks is not None:
-            yield from _checked(split)[1]
+            yield from checked(split)[1]
 
 
-def one_class(data: ImageView) -> Iterator[DataFinding]:
-    """Masks without a labelled pixel, and masks of one class where that is rare."""
+def rarely_ignored(data: ImageView) -> Iterator[DataFinding]:
+    """Ignored pixels in a few masks only, where they are many compared with the objects."""
     for split in (one for one in data.splits if one.masks is not None):
-        found = _checked(split)[0]
-        single = [one for one in found if (one.counts > 0).sum() == 1]
-        for one in found:
-            if not one.counts.any():
-                what, remedy = "all pixels are ignored: nothing is labelled", "label it, or remove the image"
-                yield DataFinding("error", "nothing-labelled", one.file, what, remedy, partial(split.pixels, one.index))
-        if len(single) <= max(1, _RARE * len(found)) and len(found) > 2 * len(single):
-            for one in single:
-                name = split.classes[int(one.counts.argmax())]
-                what, remedy = f"all pixels are {name!r}", "is the mask complete? Label it, or remove the image"
-                yield DataFinding("warning", "one-class-mask", one.file, what, remedy, partial(drawn, split, one.index))
+        found = checked(split)[0]
+        odd = [one for one in found if one.ignored]
+        if len(found) < 10 or len(odd) > _SOME * len(found):
+            continue
+        for one in odd:
+            share = one.ignored / (one.ignored + int(one.counts[1:].sum()))
+            if share > _SOME:
+                what = f"{share:.0%} of the pixels that are not {split.classes[0]!r} are ignored; "
+                what += f"{len(found) - len(odd)} of {len(found)} masks ignore none"
+                remedy = "is the ignored value a class here, such as 255 for 1? Correct the mask, or the class file"
+                image = partial(drawn, split, one.index)
+                yield DataFinding("warning", "rarely-ignored", one.file, what, remedy, image)
 
 
 def inverted(data: ImageView) -> Iterator[DataFinding]:
     """Masks of two classes whose values are exchanged: the object is at the border, and background in the middle."""
     for split in (one for one in data.splits if one.masks is not None):
-        found = [one for one in _checked(split)[0] if (one.counts > 0).sum() == 2 and one.counts[:2].all()]
+        found = [one for one in checked(split)[0] if (one.counts > 0).sum() == 2 and one.counts[:2].all()]
         if len(found) < 5:
             continue
         at_border = np.array([one.at_border[1] / max(1, one.at_border[:2].sum()) for one in found])
@@ -151,7 +153,7 @@ def copied_masks(data: ImageView) -> Iterator[DataFinding]:
     for split in (one for one in data.splits if one.masks is not None):
         images = {one.index: one.digest for one in split.facts}
         by_content: dict[bytes, list[MaskFacts]] = defaultdict(list)
-        for one in _checked(split)[0]:
+        for one in checked(split)[0]:
             if one.outline >= _INTRICATE:
                 by_content[one.digest].append(one)
         groups = [group for group in by_content.values() if len({images[one.index] for one in group}) > 1]
@@ -166,7 +168,7 @@ def copied_masks(data: ImageView) -> Iterator[DataFinding]:
 def other_palette(data: ImageView) -> Iterator[DataFinding]:
     """Masks whose palettes number colours differently than the first one. The recipe reads them by colour."""
     for split in (one for one in data.splits if isinstance(one.masks, EncodedMasks) and one.masks.lookup.palette):
-        for one in _checked(split)[0]:
+        for one in checked(split)[0]:
             mask = decode_mask(split.masks.files.read(one.index), where=one.file)
             if split.masks.lookup.renumbered(mask, one.file) is not mask.values:
                 what = "its palette numbers the colours differently than the first mask: it is read by colour"

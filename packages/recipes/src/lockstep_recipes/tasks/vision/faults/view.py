@@ -22,6 +22,8 @@ from lockstep_recipes.tasks.vision.readers.image_records import ImageSubset
 _DRAFT = 128
 """Pixels of the side to which JPEG files are decoded for facts, at least."""
 _THUMBNAIL = 16
+_TINT = 3
+"""Differences of red, green and blue in a grey JPEG file."""
 _TIFF_BITS = 258
 
 
@@ -60,6 +62,8 @@ class ImageFacts:
     """Of a channel in the file."""
     alpha: tuple[int, int] | None = None
     """The smallest and the largest value of an alpha channel."""
+    is_grey: bool = True
+    """True if red, green and blue are equal everywhere, whatever the mode."""
 
 
 @dataclass
@@ -179,7 +183,15 @@ def _decoded(data: bytes) -> dict[str, Any]:
         small = grey.convert("F") if wide else grey
         small = small.resize((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BOX)
         known["thumbnail"] = np.asarray(small, dtype=np.float32)
+        known["is_grey"] = wide or _is_grey(image)
     return known
+
+
+def _is_grey(image: Any) -> bool:
+    from PIL import Image
+
+    colours = np.asarray(image.convert("RGB").resize((_DRAFT, _DRAFT), Image.Resampling.BOX), dtype=np.int16)
+    return bool(np.ptp(colours, axis=2).max() <= _TINT)
 
 
 def _bits(image: Any, data: bytes) -> int:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
-from lockstep_recipes.tasks.vision.faults import edges, masks
+from lockstep_recipes.tasks.vision.faults import edges, empty_masks, masks
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import ImageTaskMetadata
 from lockstep_recipes.tasks.vision.images import geometry
@@ -84,12 +84,14 @@ class Segmentation(SegmentationTask):
     finders = (
         *SegmentationTask.finders,
         masks.bad_masks,
-        masks.one_class,
+        empty_masks.empty,
+        masks.rarely_ignored,
         masks.inverted,
         masks.copied_masks,
         masks.other_palette,
         edges.turned_by_exif,
         edges.mirrored,
+        edges.exchanged,
         edges.misfits,
     )
     kept = "segmentation.json"
