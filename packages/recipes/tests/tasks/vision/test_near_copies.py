@@ -86,6 +86,7 @@ def test_ids_of_patients_in_both_splits_are_found(form, tmp_path):
         lambda patient, number, part: f"img_{3 * patient + number:04d}",  # a running number
         lambda patient, number, part: f"{3 * patient + number:04d}_photo",
         lambda patient, number, part: f"2024010{patient % 9 + 1}_{3 * patient + number:06d}",  # a date and a time
+        lambda patient, number, part: f"{2010 + patient}_{3 * patient + number:06d}",  # a year
     ],
 )
 def test_names_without_shared_patients_are_no_faults(name, tmp_path):

@@ -14,7 +14,8 @@ from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 _FEWEST = 5
 _MARKS = re.compile(r"[\s_.-]+")
 _DIGIT = re.compile(r"\d")
-_DATE = re.compile(r"(19|20)\d{2}(0\d|1[0-2])([0-2]\d|3[01])")
+_DATE = re.compile(r"(19|20)\d{2}((0\d|1[0-2])([0-2]\d|3[01]))?")
+"""A day or a year: many photographs share one by chance."""
 
 Groups = dict[str, list[int]]
 
