@@ -5,8 +5,10 @@ import json
 import pytest
 
 from lockstep.core.errors import DataError, UsageError
+from lockstep_recipes.look.finding import ALL
 from lockstep_recipes.tasks.lm import documents, tokens
 from lockstep_recipes.tasks.lm.documents import Corpus, TextSegment
+from lockstep_recipes.tasks.lm.faults import view_of_documents
 from lockstep_recipes.tasks.lm.options import LmOptions
 from tests.lm_cases import json_lines, small_task, texts
 
@@ -50,6 +52,16 @@ def test_a_folder_has_a_document_for_each_text_file(tmp_path):
     assert [document.parts[0].text for document in read(tmp_path)] == ["a", "b", "c"]
     assert [document.parts[0].text for document in read(tmp_path, suffixes=[".py"])] == ["d"]
     assert [document.parts[0].text for document in read(tmp_path / "*.md")] == ["a"]
+
+
+def test_a_file_in_utf_16_without_its_mark_is_read_and_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a text in UTF-8")
+    (tmp_path / "b.txt").write_bytes("a text in UTF-16".encode("utf-16-le"))
+    (tmp_path / "c.txt").write_bytes("a text with its mark".encode("utf-16"))
+    corpus = Corpus(str(tmp_path), LmOptions())
+    view = view_of_documents({"training": lambda: corpus.read(None)}, ALL, [corpus])
+    assert view.training.texts[1] == "a text in UTF-16"
+    assert [(one.code, one.file) for one in view.refused] == [("wrong-encoding", str(tmp_path / "b.txt"))]
 
 
 def test_input_without_text_is_refused(tmp_path):

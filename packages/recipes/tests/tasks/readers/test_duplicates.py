@@ -124,10 +124,17 @@ def test_names_that_differ_only_in_case_or_spaces():
     assert duplicates.of_names(["cat", "dog"]) == []
     (line,) = duplicates.of_names(["cat", "tea cup", "Cat ", "teacup", "dog"])
     assert "'cat' and 'Cat '; 'tea cup' and 'teacup'" in line
-    for one, other in (("7", "007"), ("1", "1.0"), ("\u00e9", "e\u0301"), ("True", "TRUE")):
+    for one, other in (
+        ("7", "007"),
+        ("1", "1.0"),
+        ("4,5", "4.5"),
+        ("1,0", "1"),
+        ("\u00e9", "e\u0301"),
+        ("True", "TRUE"),
+    ):
         (line,) = duplicates.of_names([one, other, "2"])
         assert f"{one!r} and {other!r}" in line
-    assert duplicates.of_names(["1", "1.5", "10", "2020-01-02", "a-b", "a", "b"]) == []
+    assert duplicates.of_names(["1", "1.5", "10", "1.1", "1.10", "1,000", "2,5", "2020-01-02", "a-b", "a", "b"]) == []
 
 
 def test_names_that_are_several_names_or_none():

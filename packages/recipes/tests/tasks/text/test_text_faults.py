@@ -44,6 +44,7 @@ def test_nothing_is_found_in_texts_without_faults():
         ("it\u00e2\u20ac\u2122s", "wrong-encoding"),
         ("caf\ufffd", "broken-characters"),
         ("a\x00b", "broken-characters"),
+        ("t\x00e\x00x\x00t\x00s\x00", "wrong-encoding"),
         ("x" * 20_000, "much-longer"),
         ("x y " * 40_000, "no-lines"),
         ("QUJD" * 2_000, "no-spaces"),
@@ -89,6 +90,25 @@ def test_labels_that_cannot_be_right_are_named():
     texts = [*TEXTS, TEXTS[0].upper()]
     assert ("same-text-other-label", "train:100", 1) in found(texts, ["a", *["b"] * 100])
     assert ("class-names", "", 1) in found(TEXTS, classes=("cat", "Cat"))
+
+
+CYRILLIC = [f"{one} и ещё слово" for one in ("первое", "второе", "третье", "четвёртое", "пятое", "шестое")]
+
+
+def test_a_script_that_gives_the_label_away_is_named():
+    labels = ["a"] * 25 + ["b"] * 75
+    texts = [*TEXTS, *CYRILLIC]
+    assert found(texts, [*labels, *["a"] * 6]) == [("other-script", "train:100", 6)]
+    assert found(texts, [*labels, *["a", "b"] * 3]) == []  # the script says nothing about the label
+    assert found([*TEXTS, CYRILLIC[0]], [*labels, "b"]) == [("other-script", "train:100", 1)]
+
+
+def test_texts_that_an_export_cut_off_are_named():
+    cut = [text[:60] for text in TEXTS]
+    mixed = [text[: 40 + row % 21 if row % 3 else 60] for row, text in enumerate(TEXTS)]
+    assert found(mixed) == [("cut-off", "train:0", sum(len(text) == 60 for text in mixed))]
+    assert found(cut) == []  # all have the same length, as reads of a genome
+    assert found([text[: 40 + row % 21] for row, text in enumerate(TEXTS)]) == []
 
 
 def test_what_the_task_refuses_is_a_finding_and_its_texts_are_looked_at(tmp_path, monkeypatch):

@@ -62,6 +62,37 @@ def test_images_that_were_saved_again_are_found(tmp_path):
     assert faults == {}
 
 
+def named(tmp_path, name):
+    """Images of ten patients, two of each in training and one in evaluation, named by the patient and the image."""
+    for part, numbers in (("train", (0, 1)), ("val", (2,))):
+        for patient in range(10):
+            for number in numbers:
+                path = tmp_path / part / "ab"[(patient + number) % 2]
+                save(path / f"{name(patient, number, part)}.png", picture(100 * patient + number))
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["p{:03d}_img{}", "subject-{}-{:02d}", "BloodImage_{:05d}_{}"])
+def test_ids_of_patients_in_both_splits_are_found(form, tmp_path):
+    path = named(tmp_path / "set", lambda patient, number, part: form.format(patient, number))
+    first = f"{form.format(0, 2)}.png"
+    assert found(path) == {"group-across": [str(path / "val" / "a" / first)]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda patient, number, part: f"p{part}{patient}_{number}",  # patients are in one split each
+        lambda patient, number, part: f"img_{3 * patient + number:04d}",  # a running number
+        lambda patient, number, part: f"{3 * patient + number:04d}_photo",
+        lambda patient, number, part: f"2024010{patient % 9 + 1}_{3 * patient + number:06d}",  # a date and a time
+        lambda patient, number, part: f"{2010 + patient}_{3 * patient + number:06d}",  # a year
+    ],
+)
+def test_names_without_shared_patients_are_no_faults(name, tmp_path):
+    assert found(named(tmp_path / "set", name)) == {}
+
+
 def test_a_group_before_the_number_of_a_frame_is_found(tmp_path):
     path = folder(tmp_path / "set")
     save(path / "train" / "a" / "clip7_frame_001.png", picture(1000))

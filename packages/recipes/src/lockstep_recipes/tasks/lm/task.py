@@ -166,7 +166,7 @@ class LanguageModel(LmTask):
             reads["evaluation"] = lambda: documents(other, "all")
         elif self._holds_back:
             reads["evaluation"] = lambda: documents(self.corpus, "held")
-        return view_of_documents(reads, extent)
+        return view_of_documents(reads, extent, [self.corpus] if other is None else [self.corpus, other])
 
     @cached_property
     def kind(self) -> str:

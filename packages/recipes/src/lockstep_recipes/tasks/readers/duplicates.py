@@ -228,8 +228,8 @@ def of_boxes(annotations: Annotations) -> list[str]:
 
 
 def of_names(names: Sequence[str]) -> list[str]:
-    """Lines about class names that differ only in case, spaces, Unicode form or leading zeros, that are several names
-    in one, or that mean a missing label."""
+    """Lines about class names that differ only in case, spaces, Unicode form or the format of a number, that are
+    several names in one, or that mean a missing label."""
     names = [str(name) for name in names]
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -253,7 +253,10 @@ def of_names(names: Sequence[str]) -> list[str]:
 def _plain(name: str) -> str:
     """The name without case, spaces and Unicode form, and numbers by their value."""
     plain = "".join(unicodedata.normalize("NFKC", name).split()).casefold()
-    return f"{float(plain):g}" if re.fullmatch(r"\d{1,6}(\.0+)?", plain) else plain
+    if not re.fullmatch(r"-?\d{1,6}([.]\d{1,6}|,\d{1,2})?", plain):
+        return plain
+    whole, _, part = plain.replace(",", ".").partition(".")
+    return f"{int(whole)}.{part}" if part.strip("0") else str(int(whole))
 
 
 def _joins(name: str, mark: str, names: set[str]) -> bool:

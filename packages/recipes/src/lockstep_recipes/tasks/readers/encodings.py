@@ -71,6 +71,13 @@ def decoded(path: Path) -> tuple[str, str | None]:
     raise DataError(what, where=str(path), remedy=remedy)
 
 
+def guessed(path: Path) -> str | None:
+    """UTF-16 or UTF-32, if a file without a byte order mark shows it, and is read so."""
+    with reading(path), path.open("rb") as file:
+        head = file.read(_HEAD)
+    return None if any(head.startswith(mark) for mark, _ in _MARKS) else _without_mark(head)
+
+
 def _without_mark(raw: bytes) -> str | None:
     """UTF-16 or UTF-32, if the zero bytes show it: an ASCII letter has one zero byte in UTF-16 and three in UTF-32."""
     head = raw[: _HEAD - _HEAD % 4]

@@ -20,7 +20,7 @@ from lockstep_recipes.look.finding import Extent, Finder, of_error
 from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.metadata import MetadataTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep_recipes.tasks.vision.faults import copies, files, formats, labels, near_copies
+from lockstep_recipes.tasks.vision.faults import copies, files, formats, labels, name_groups, near_copies
 from lockstep_recipes.tasks.vision.faults.view import ImageSplit, ImageView
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
 from lockstep_recipes.tasks.vision.images.decode import WHITE, levels_of
@@ -68,6 +68,7 @@ class ImageTask(MetadataTask):
         copies.equal_images,
         near_copies.across,
         near_copies.groups_across,
+        name_groups.ids_across,
         labels.counts,
         labels.names,
     )

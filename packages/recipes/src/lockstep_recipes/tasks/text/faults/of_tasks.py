@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lockstep.core.errors import DataError
 from lockstep_recipes.look.finding import Extent, of_error
 from lockstep_recipes.tasks.text.data import TextData
-from lockstep_recipes.tasks.text.faults import copies, labels, texts
+from lockstep_recipes.tasks.text.faults import copies, forms, labels, texts
 from lockstep_recipes.tasks.text.faults.view import TextSplit, TextView, chosen
 
 OF_TEXTS = (
@@ -17,6 +17,8 @@ OF_TEXTS = (
     texts.lengths,
     texts.repeated,
     texts.one_line,
+    forms.other_script,
+    forms.cut_off,
     copies.across,
     copies.within,
 )
@@ -48,4 +50,5 @@ def _split(name: str, data: TextData, names: Sequence[str], extent: Extent) -> T
     codes = data.sample_labels[rows]
     one = codes.ndim == 1
     written = [names[code] if one else ", ".join(names[place] for place in code.nonzero()[0]) for code in codes]
-    return TextSplit(name, found, lambda index: data.where(rows[index]), written)
+    columns = [[text for *_, text, _ in samples], [pair for *_, pair in samples if pair is not None]]
+    return TextSplit(name, found, lambda index: data.where(rows[index]), written, columns)

@@ -38,7 +38,13 @@ def damaged(data: TextView) -> Iterator[DataFinding]:
             at = next(_MOJIBAKE.finditer(split.texts[row])).start()
             what = f"{split.texts[row][max(0, at - 10) : at + 10]!r}: UTF-8 that was read as Latin-1"
             yield DataFinding("warning", "wrong-encoding", split.where(row), what, "export the file again as UTF-8")
-        for row in (row for row, text in enumerate(split.texts) if "\ufffd" in text or _CONTROLS.search(text)):
+        for row, text in enumerate(split.texts):
+            if len(_CONTROLS.findall(text)) > max(4, 0.05 * len(text)):
+                what = f"{text[:10]!r}: many control characters, as in UTF-16 that was read as UTF-8"
+                yield DataFinding("error", "wrong-encoding", split.where(row), what, "export the file again as UTF-8")
+                continue
+            if "\ufffd" not in text and not _CONTROLS.search(text):
+                continue
             what = "the text has control or replacement characters, which an export leaves where it failed"
             yield DataFinding("warning", "broken-characters", split.where(row), what, "export the file again as UTF-8")
 

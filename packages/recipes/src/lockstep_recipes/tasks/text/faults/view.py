@@ -31,6 +31,7 @@ class TextSplit:
     Args:
         texts: all texts, or those that are looked at.
         labels: the label of each text. With several labels, they are joined. None: texts have no labels.
+        columns: the parts of the texts, if these are joined from several, such as questions and answers.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TextSplit:
     texts: Sequence[str]
     where: Callable[[int], str]
     labels: Sequence[str] | None = None
+    columns: Sequence[Sequence[str]] = ()
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -74,7 +76,7 @@ class TextView:
     """The training data, and the evaluation data if there is some."""
     classes: Sequence[str] = ()
     refused: Sequence[DataFinding] = field(default_factory=list)
-    """What the task itself refuses."""
+    """What the task itself refuses, and what its reader corrects."""
 
     @property
     def training(self) -> TextSplit:

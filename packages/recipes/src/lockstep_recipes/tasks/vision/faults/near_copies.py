@@ -20,8 +20,8 @@ _ALIKE = 0.012
 _PLAIN = 0.03
 """Images of less contrast are alike by chance."""
 _CROWD = 100
-_GROUP = re.compile(r"(?P<group>.+?)[ _.-]*(?:frame|slice|tile|patch|crop|aug|copy)[ _.-]*\(?\d+\)?$", re.I)
-_REMEDY = "move all of them to one side: set task.columns.group, or make folders of patients or videos"
+GROUP = re.compile(r"(?P<group>.+?)[ _.-]*(?:frame|slice|tile|patch|crop|aug|copy)[ _.-]*\(?\d+\)?$", re.I)
+REMEDY = "move all of them to one side: set task.columns.group, or make folders of patients or videos"
 
 
 def across(data: ImageView) -> Iterator[DataFinding]:
@@ -35,7 +35,7 @@ def across(data: ImageView) -> Iterator[DataFinding]:
         if one.digest != other.digest:  # `copies` names equal files
             what = f"for evaluation, but looks like {other.file} for training"
             image = partial(_both, evaluation, one, training, other)
-            yield DataFinding("warning", "copies-across", one.file, what, _REMEDY, image)
+            yield DataFinding("warning", "copies-across", one.file, what, REMEDY, image)
 
 
 def groups_across(data: ImageView) -> Iterator[DataFinding]:
@@ -46,14 +46,14 @@ def groups_across(data: ImageView) -> Iterator[DataFinding]:
     for group in sorted(training.keys() & evaluation.keys()):
         here, there = data.splits[0].pictures.where(training[group]), data.splits[1].pictures.where(evaluation[group])
         what = f"for evaluation, but {here} for training has the same name before its number"
-        yield DataFinding("warning", "group-across", there, what, _REMEDY)
+        yield DataFinding("warning", "group-across", there, what, REMEDY)
 
 
 def _groups(split: ImageSplit) -> dict[str, int]:
     """The first image of each group."""
     found: dict[str, int] = {}
     for row in map(int, split.opened):
-        match = _GROUP.fullmatch(PurePath(split.pictures.name(row)).stem)
+        match = GROUP.fullmatch(PurePath(split.pictures.name(row)).stem)
         if match:
             found.setdefault(match["group"], row)
     return found
