@@ -9,7 +9,7 @@ covers all files of the last checkpoint except `manifest.json` (weights, optimiz
 `metrics.jsonl` without times: losses, norms of gradients, metrics and results of evaluations. Entries cover 3 steps,
 and checkpoints come every 2. The exit code is 1 if two digests differ.
 
-With `--strategy fsdp`, each recipe also trains with DDP on two ranks. Ranks then write files of their own rows, so the
+With `--strategy fsdp`, each recipe also trains with DDP on two ranks. Each rank then writes its own rows, so the
 digest covers the tensors of the last checkpoint.
 """
 
