@@ -10,7 +10,7 @@ import typer
 from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Overrides
 from lockstep.cli.reporting import FAULT, reporting, write_file
-from lockstep.core.errors import LockstepError, UsageError
+from lockstep.core.errors import LockstepError, UsageError, number_of
 from lockstep.core.user_files import check_replaceable
 
 
@@ -36,6 +36,7 @@ def look(
         check_replaceable(out, force=force, mark=page.MARK)
         data, extent = config.data, ALL if all else SAMPLE
         evaluation = next(iter(data.eval_sources.values()))
+        task = None
         try:
             task = registry.build_task(config.task, data.train, evaluation, fold=data.fold)
             if not isinstance(task, Lookable):
@@ -49,10 +50,11 @@ def look(
             found = looks.faults([of_error(error)])
         opened = "all samples" if all else f"up to {SAMPLE.samples:,} samples of each split"
         facts = [f"data.train={data.train}", *([f"data.eval={evaluation}"] if evaluation else []), f"opened: {opened}"]
-        for line in looks.lines(found):
+        for line in [*looks.as_read(task), *looks.lines(found)]:
             print(line)
         errors = sum(fault.is_error for fault in found)
-        print(f"{config.name}: {errors} errors, {len(found) - errors} warnings; opened {opened}")
+        counts = f"{number_of(errors, 'error')}, {number_of(len(found) - errors, 'warning')}"
+        print(f"{config.name}: {counts}; opened {opened}")
         write_file(out, page.to_html(config.name, found, facts).removesuffix("\n"))
         print(f"written: {out}")
         if errors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.core.errors import LockstepError
 from lockstep_recipes.look.finding import HEAD, SAMPLE, DataFinding, Extent, Lookable, of_error
@@ -65,6 +66,20 @@ def lines(found: Sequence[Fault], shown: int = _SHOWN) -> list[str]:
         written += [f"  ... and {more:,} more"] if more > 0 else []
         written.append(f"  remedy: {first.remedy}")
     return written
+
+
+def as_read(task: Any) -> list[str]:
+    """What a training would log of the data: samples, classes, and what the recipe decided. Empty: it cannot be read."""
+    if not hasattr(task, "presenter"):
+        return []
+    try:
+        task.train_data()
+        task.eval_data()
+        written: list[str] = task.presenter(task).log_header()
+    except LockstepError:  # it is a finding, too
+        return []
+    found = set(head(task))
+    return [line for line in written if line not in found]
 
 
 def head(task: Lookable) -> list[str]:
