@@ -69,7 +69,7 @@ def lines(found: Sequence[Fault], shown: int = _SHOWN) -> list[str]:
 
 
 def as_read(task: Any) -> list[str]:
-    """What a training would log of the data: samples, classes, and what the recipe decided. Empty: it cannot be read."""
+    """What a training would log of the data: samples, classes, what the recipe decided. Empty: it cannot be read."""
     if not hasattr(task, "presenter"):
         return []
     try:
