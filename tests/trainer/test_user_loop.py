@@ -506,6 +506,19 @@ def test_two_loops_follow_each_other_in_one_process():
         loop.close()
 
 
+def body_with_other_units(loop):
+    for step in loop:
+        for batch in step:
+            step.backward(squared(loop, batch), units=1, reduction="sum")
+
+
+def test_units_that_differ_from_those_that_the_loop_counts_are_an_error(tmp_path):
+    task = own_tasks.Masked()
+    with pytest.raises(UsageError, match=r"units=1, but Loop\(units=...\) counts") as caught:
+        body_with_other_units(loop_of(task, tmp_path, units=task.weight))
+    user_exit.fail_open(caught.value)
+
+
 def test_a_loop_needs_a_length(tmp_path):
     data, model = TensorDataset(torch.randn(8, 2)), nn.Linear(2, 1)
     with pytest.raises(UsageError, match="the length of the training is not given"):

@@ -193,6 +193,9 @@ class LoopStep:
             micro_batch.weights = {head: 0.0 if micro_batch.filler else count}
         else:  # Loop(units=...) has counted them
             count = sum((micro_batch.weights or {}).values())
+            if units is not None and not micro_batch.filler and (given := _number(units, where)) != count:
+                what = f"units={given:g}, but Loop(units=...) counts {count:g} for this batch"
+                raise UsageError(what, where=where, remedy="leave units out of one of them")
         total = loss if reduction == "sum" else loss * count
         has_mean = bool(count) or bool(total.isfinite())  # a mean over no unit is NaN
         if not has_mean and self._state.strategy.is_sharded:
