@@ -239,7 +239,8 @@ def of_names(names: Sequence[str]) -> list[str]:
     if found:
         shown = "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else "")
         lines = [f"WARNING: classes whose names differ only in case, spaces or form: {shown}. Are they the same class?"]
-    several = [name for name in names if any(_joins(name, mark, set(names)) for mark in ",;|")]
+    known = set(names)
+    several = [name for name in names if any(_joins(name, mark, known) for mark in ",;|")]
     if several:
         shown = ", ".join(map(repr, several[:_SHOWN])) + (", ..." if len(several) > _SHOWN else "")
         lines.append(f"WARNING: {len(several):,} classes are several other classes in one name: {shown}")
