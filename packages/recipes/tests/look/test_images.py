@@ -129,6 +129,15 @@ def test_rare_classes_are_named(tmp_path):
     check("classification", root, "one-sample", "train/dgo/003.png", level="warning")
 
 
+def test_a_refused_class_of_the_evaluation_does_not_shift_the_names_of_the_others(tmp_path):
+    root = cases.classes(tmp_path)
+    cases.save(root / "val/cot/000.png", cases.scene(77)[0])
+    shutil.copy(root / "train/dog/003.png", root / "val/dog/900.png")
+    found = found_in("classification", root)
+    assert set(found) == {"cannot-be-used", "never-trained", "train-in-eval"}
+    assert "class 'cot'" in found["never-trained"].first.what
+
+
 # ---- masks
 
 

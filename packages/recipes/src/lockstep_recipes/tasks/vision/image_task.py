@@ -88,8 +88,7 @@ class ImageTask(MetadataTask):
                 refused.append(of_error(error))
                 data = self.unchecked(name)
             splits += [] if data is None else self.split_to_look_at(name, data, extent)
-        classes = splits[0].classes if splits else ()
-        return ImageView(splits, classes, refused=refused)
+        return ImageView(splits, refused)
 
     def unchecked(self, split: str) -> Any:
         """The data of a split that the task refuses, as far as it can be read. None: it cannot."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from lockstep_recipes.look.finding import DataFinding
 from lockstep_recipes.tasks.readers import duplicates
@@ -41,7 +41,12 @@ def counts(data: TextView) -> Iterator[DataFinding]:
 
 def names(data: TextView) -> Iterator[DataFinding]:
     """Names of classes that differ only in form, that are several names in one, or that mean a missing label."""
-    for line in duplicates.of_names(data.classes):
+    yield from of_names(data.classes)
+
+
+def of_names(classes: Sequence[str]) -> Iterator[DataFinding]:
+    """The same, of the names themselves."""
+    for line in duplicates.of_names(classes):
         what = line.removeprefix("WARNING: ")
         yield DataFinding("warning", "class-names", "", what, "write one name for each class")
 

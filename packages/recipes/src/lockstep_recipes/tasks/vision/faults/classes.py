@@ -12,28 +12,28 @@ from lockstep_recipes.tasks.vision.faults.view import ImageFacts, ImageView
 
 _ENOUGH = 5
 """Files of each form, and of each class, for a judgement."""
-_SHOWN = 4
 _PURE = 0.98
 _MIXED = 0.8
 
 
 def rare_class(data: ImageView) -> Iterator[DataFinding]:
     """Classes with one training image, and classes that only the evaluation has."""
-    labelled = [(split, split.labels) for split in data.splits if split.labels is not None]
-    if not labelled or labelled[0][0].name != "training":
+    splits = [(split, split.labels) for split in data.splits if split.labels is not None]
+    if not splits or splits[0][0].name != "training":
         return
-    numbers = [np.bincount(labels[labels >= 0], minlength=len(data.classes)) for _, labels in labelled]
-    for number, name in enumerate(data.classes):
-        files = [
-            split.pictures.where(int(np.flatnonzero(labels == number)[0])) if counts[number] else ""
-            for (split, labels), counts in zip(labelled, numbers, strict=True)
-        ]
-        if numbers[0][number] == 1 and len(labelled[0][0]) > len(data.classes):
-            remedy = "add images of this class, join it with a similar one, or remove it. Is its name misspelt?"
-            yield DataFinding("warning", "one-sample", files[0], f"the only training image of class {name!r}", remedy)
-        elif not numbers[0][number] and len(files) > 1 and files[1]:
-            what = f"class {name!r} has evaluation images, but no training image"
-            yield DataFinding("error", "never-trained", files[1], what, "train with images of this class")
+    (training, labels), *others = splits
+    counts = training.class_counts
+    assert counts is not None
+    for number in np.flatnonzero(counts == 1).tolist() if len(training) > len(training.classes) else ():
+        file, name = training.pictures.where(int(np.argmax(labels == number))), training.classes[number]
+        remedy = "add images of this class, join it with a similar one, or remove it. Is its name misspelt?"
+        yield DataFinding("warning", "one-sample", file, f"the only training image of class {name!r}", remedy)
+    trained = {training.classes[number] for number in np.flatnonzero(counts)}
+    for split, labels in others:
+        for number, first in zip(*map(np.ndarray.tolist, np.unique(labels, return_index=True)), strict=True):
+            if number >= 0 and (name := split.classes[number]) not in trained:
+                what, file = f"class {name!r} has evaluation images, but no training image", split.pictures.where(first)
+                yield DataFinding("error", "never-trained", file, what, "train with images of this class")
 
 
 def given_away(data: ImageView) -> Iterator[DataFinding]:
@@ -45,26 +45,23 @@ def given_away(data: ImageView) -> Iterator[DataFinding]:
         "colour": lambda one: "grey" if one.is_grey else "in colour",
     }
     for split in data.splits[:1]:
-        if split.labels is None:
-            return
-        facts = [one for one in split.facts if one.error is None]
-        labels = [data.classes[split.labels[one.index]] for one in facts if split.labels[one.index] >= 0]
-        if len(labels) != len(facts):
-            return
+        labelled = [(one, split.class_of(one.index)) for one in split.facts if one.error is None]
         for what, form in forms.items():
             by_form: dict[object, Counter[str]] = defaultdict(Counter)
-            for one, label in zip(facts, labels, strict=True):
+            for one, label in labelled:
+                if label is None:
+                    return
                 by_form[form(one)][label] += 1
             if own := _own_form(by_form):
-                value, label = own
-                said = f"all {by_form[value][label]:,} images of class {label!r}, and no others, are {value} ({what})"
+                value, name = own
+                said = f"all {by_form[value][name]:,} images of class {name!r}, and no others, are {value} ({what})"
                 remedy = "save all classes in the same way: a model may learn the difference of the files"
-                file, count = split.pictures.where(facts[0].index), by_form[value][label]
+                file, count = labelled[0][0].file, by_form[value][name]
                 yield DataFinding("warning", "label-in-file", file, said, remedy, count=count)
                 return
             often = {value: counts for value, counts in by_form.items() if counts.total() >= _ENOUGH}
             covered = sum(counts.total() for counts in often.values())
-            if len(often) < 2 or covered < 0.9 * len(facts):
+            if len(often) < 2 or covered < 0.9 * len(labelled):
                 continue
             right = sum(max(counts.values()) for counts in often.values())
             most = max(sum(often.values(), Counter()).values())
@@ -74,7 +71,7 @@ def given_away(data: ImageView) -> Iterator[DataFinding]:
                 )
                 said = f"the {what} of the files gives the class away ({right / covered:.0%} of {covered:,}): {shown}"
                 remedy = "save all classes in the same way: a model may learn the difference of the files"
-                file = split.pictures.where(facts[0].index)
+                file = labelled[0][0].file
                 yield DataFinding("warning", "label-in-file", file, said, remedy, count=covered)
 
 

@@ -23,18 +23,14 @@ def equal_images(data: ImageView) -> Iterator[DataFinding]:
         what = f"equal byte by byte to {same}"
         for split, number in others:
             file, image = split.pictures.where(number), partial(split.pixels, number)
-            one, other = _label(first, index), _label(split, number)
+            one, other = first.class_of(index), split.class_of(number)
             if one is not None and other is not None and one != other:
-                names = f"{data.classes[other]!r} and {data.classes[one]!r}"
+                names = f"{other!r} and {one!r}"
                 remedy = "decide which label is right, and remove the other file"
                 yield DataFinding("error", "label-conflict", file, f"{what}, with the classes {names}", remedy, image)
             if split.name != first.name:
                 remedy = "remove it from one of the two: its result does not count as that of a new image"
                 yield DataFinding("error", "train-in-eval", file, f"an evaluation image {what}", remedy, image)
-
-
-def _label(split: ImageSplit, index: int) -> int | None:
-    return None if split.labels is None else int(split.labels[index])
 
 
 def _groups(data: ImageView) -> Iterator[list[tuple[ImageSplit, int]]]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from lockstep_recipes.look.finding import DataFinding
 from lockstep_recipes.tasks.text.faults import labels
-from lockstep_recipes.tasks.text.faults.view import TextView
 from lockstep_recipes.tasks.vision.faults.view import ImageView
 
 
 def counts(data: ImageView) -> Iterator[DataFinding]:
     """Labels that are nearly all different, or nearly all the same."""
     for split in data.splits[:1]:
-        if split.labels is not None and len(split.classes):
-            numbers = np.bincount(split.labels[split.labels >= 0], minlength=len(split.classes))
+        if (numbers := split.class_counts) is not None:
             yield from labels.of_counts(dict(zip(split.classes, numbers.tolist(), strict=True)), split.name)
 
 
 def names(data: ImageView) -> Iterator[DataFinding]:
     """Names of classes that differ only in form, that are several names in one, or that mean a missing label."""
-    yield from labels.names(TextView([], data.classes))
+    for split in data.splits[:1]:
+        yield from labels.of_names(split.classes)

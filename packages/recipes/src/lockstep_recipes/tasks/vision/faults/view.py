@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -81,11 +81,23 @@ class ImageSplit:
     annotations: Any = None
     """A `readers.coco_file.Annotations`, or None."""
     classes: Sequence[str] = ()
+    """By class number. They are those of the training data, unless the task refuses the split."""
     levels: int = WHITE
     """The value that becomes white in grey images of 16 bits."""
 
     def __len__(self) -> int:
         return len(self.pictures)
+
+    def class_of(self, index: int) -> str | None:
+        """The name of an image's class. None: it has none."""
+        return None if self.labels is None or self.labels[index] < 0 else self.classes[self.labels[index]]
+
+    @property
+    def class_counts(self) -> Array | None:
+        """The number of images of each class: (classes,). None: images have no labels."""
+        if self.labels is None:
+            return None
+        return np.bincount(self.labels[self.labels >= 0], minlength=len(self.classes))
 
     @cached_property
     def opened(self) -> list[int]:
@@ -126,8 +138,6 @@ class ImageView:
 
     splits: Sequence[ImageSplit]
     """The training data, and the evaluation data if there is some."""
-    classes: Sequence[str] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
     refused: Sequence[DataFinding] = ()
     """What the task itself refuses."""
 
