@@ -111,6 +111,11 @@ def test_copies_are_named(tmp_path):
     check("classification", root, "train-in-eval", "val/cat/009.png")
     shutil.move(root / "val/cat/009.png", root / "train/dog/copy.png")
     check("classification", root, "label-conflict", "copy.png")
+    (root / "train/dog/copy.png").unlink()
+    (root / "train/dog/link.png").symlink_to(root / "train/cat/003.png")  # one file, not only equal bytes
+    check("classification", root, "label-conflict", "link.png")
+    (root / "train/dog/link.png").rename(root / "val/cat/link.png")
+    check("classification", root, "train-in-eval", "link.png")
 
 
 def test_a_class_that_the_files_give_away_is_named(tmp_path):

@@ -46,18 +46,22 @@ class SplitImages(NamedTuple):
     """The images that belong to the split. None: all."""
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
+    """A sample that is compared."""
+
     part: int
     """0: training, 1: evaluation."""
+    row: int
+    """Of the split."""
     name: str
     label: bytes | None
 
 
-class _Groups:
+class Groups:
     """Equal items, by a key that is the same for equal items."""
 
     def __init__(self) -> None:
-        self.items: dict[Any, list[_Item]] = defaultdict(list)
+        self.items: dict[Any, list[Item]] = defaultdict(list)
 
     def lines(self, *, kind: str, how: str, looked: str) -> list[str]:
         """A line about duplicates in the training data, and a line about training samples in the evaluation data."""
@@ -111,33 +115,41 @@ def of_images(training: SplitImages | None, evaluation: SplitImages | None) -> l
     if training is None:
         return []
     parts = [training] if evaluation is None else [training, evaluation]
+    groups, twice, looked = equal_images(parts, MOST_IMAGES, MOST_BYTES)
+    lines = []
+    if twice:
+        what = f"{number_of(len(twice), 'file', 'occurs', 'occur')} more than once, under several ids or names"
+        lines.append(f"training: {what}{looked}: {_pairs([(again.name, first.name) for first, again in twice])}")
+    return lines + groups.lines(kind="images", how="equal byte by byte", looked=looked)
+
+
+def equal_images(
+    parts: Sequence[SplitImages], most_images: int, most_bytes: int
+) -> tuple[Groups, list[tuple[Item, Item]], str]:
+    """Groups of equal images, files that the first split names twice, and a remark if not all are compared."""
     counts = [len(part.pictures) if part.rows is None else len(part.rows) for part in parts]
-    by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]] = defaultdict(list)
-    twice: list[tuple[str, str]] = []
+    by_size: dict[int, list[tuple[Item, Any, Callable[[], bytes]]]] = defaultdict(list)
+    twice: list[tuple[Item, Item]] = []
     seen = 0
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-        known: dict[Any, str] = {}
-        for place in _spread(count, _share(counts, MOST_IMAGES)[number]):
+        known: dict[Any, Item] = {}
+        for place in _spread(count, _share(counts, most_images)[number]):
             index = place if part.rows is None else int(part.rows[place])
             found = _size_and_file(part.pictures, index)
             if found is None:
                 continue
             seen += 1
             size, file = found
-            name = part.pictures.name(index)
             label = None if part.labels is None else np.asarray(part.labels[place]).tobytes()
+            item = Item(number, place, part.pictures.name(index), label)
             if number == 0 and file in known:
-                twice.append((name, known[file]))
+                twice.append((known[file], item))
                 continue
-            known[file] = name
-            by_size[size].append((_Item(number, name, label), file, partial(part.pictures.read, index)))
-    groups, left = _equal(by_size)
-    looked = "" if seen == sum(counts) and not left else f"; compared {seen - left:,} of {sum(counts):,}"
-    lines = []
-    if twice:
-        what = f"{number_of(len(twice), 'file', 'occurs', 'occur')} more than once, under several ids or names"
-        lines.append(f"training: {what}{looked}: {_pairs(twice)}")
-    return lines + groups.lines(kind="images", how="equal byte by byte", looked=looked)
+            known[file] = item
+            if size:  # an empty file holds no image
+                by_size[size].append((item, file, partial(part.pictures.read, index)))
+    groups, left = _equal(by_size, most_bytes)
+    return groups, twice, "" if seen == sum(counts) and not left else f"; compared {seen - left:,} of {sum(counts):,}"
 
 
 def _size_and_file(pictures: EncodedImages, index: int) -> tuple[int, Any] | None:
@@ -156,9 +168,9 @@ def _size_and_file(pictures: EncodedImages, index: int) -> tuple[int, Any] | Non
     return None
 
 
-def _equal(by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]]) -> tuple[_Groups, int]:
+def _equal(by_size: dict[int, list[tuple[Item, Any, Callable[[], bytes]]]], budget: int) -> tuple[Groups, int]:
     """Items with equal bytes, and how many were not read because of the limit. Small files come first."""
-    groups, budget, left = _Groups(), MOST_BYTES, 0
+    groups, left = Groups(), 0
     for size in sorted(by_size):
         group = by_size[size]
         if len({file for _, file, _ in group}) == 1:  # a single image, or one file in training and evaluation
@@ -195,7 +207,7 @@ def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
     texts are compared, spread over the data, and at most 64 MiB of them."""
     parts = [training] if evaluation is None else [training, evaluation]
     counts = [part.total for part in parts]
-    groups, seen = _Groups(), 0
+    groups, seen = Groups(), 0
     for number, part in enumerate(parts):
         budget = _MOST_TEXT_BYTES // len(parts)
         for index in _spread(part.total, _share(counts, MOST_TEXTS)[number]):
@@ -205,7 +217,7 @@ def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
                 break
             seen += 1
             key = hashlib.blake2b(content, digest_size=16).digest()
-            groups.items[key].append(_Item(number, part.where(index), part.label(index)))
+            groups.items[key].append(Item(number, index, part.where(index), part.label(index)))
     looked = "" if seen == sum(counts) else f"; compared {seen:,} of {sum(counts):,}"
     return groups.lines(kind="texts", how="identical text", looked=looked)
 

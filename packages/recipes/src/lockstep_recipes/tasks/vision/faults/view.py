@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,7 @@ from lockstep.core.errors import DataError
 from lockstep_recipes.look.finding import DataFinding, Extent
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.images.decode import WHITE, decode, orientation_of
-from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
-from lockstep_recipes.tasks.vision.readers.image_records import ImageSubset
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages
 
 _DRAFT = 128
 """Pixels of the side to which JPEG files are decoded for facts, at least."""
@@ -121,15 +120,6 @@ class ImageSplit:
         """An image for the page: uint8 (height, width, 3), upright."""
         where = self.pictures.where(index)
         return decode(self.pictures.read(index), channels=3, levels=self.levels, where=where)
-
-    @property
-    def files(self) -> Callable[[int], str] | None:
-        """The path of each image. None: images are not files."""
-        pictures: Any = self.pictures
-        if isinstance(pictures, ImageSubset):
-            inner, rows = pictures.pictures, pictures.rows
-            return (lambda index: inner.path(int(rows[index]))) if isinstance(inner, ImageFiles) else None
-        return pictures.path if isinstance(pictures, ImageFiles) else None
 
 
 @dataclass
