@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import sys
 import threading
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.core.data import reachable, worker_deaths, worker_memory, worker_stacks, workers
+from lockstep.core.data import fingerprint, reachable, worker_deaths, worker_memory, worker_stacks, workers
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.errors import UsageError
 from tests import own_tasks
 
+OF_MODULE = np.random.default_rng()
 CPU, SHORT_S = torch.device("cpu"), 0.05
 linux = pytest.mark.skipif(sys.platform != "linux", reason="stacks are read on Linux alone")
 
@@ -99,6 +101,22 @@ def test_the_start_method_of_workers_changes_no_sample(method):
     found = [batch.collated[0] for batch in loader_of(Numbers(), start_method=method).run(plans(4))]
     expected = [batch.collated[0] for batch in loader_of(Numbers(), 0).run(plans(4))]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Draws(Numbers):
+    """From a generator of a module, and of a class, which a new interpreter makes again."""
+
+    generator = random.Random()
+
+    def __getitem__(self, index):
+        return torch.tensor([OF_MODULE.random(), self.generator.random()])
+
+
+def test_generators_of_modules_and_classes_are_seeded_in_workers_that_are_not_forked():
+    found = [batch.collated for batch in loader_of(Draws(), start_method="spawn").run(plans(2))]
+    expected = [batch.collated for batch in loader_of(Draws(), 0).run(plans(2))]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert fingerprint.digests(Draws(), [0, 3], True, "spawn") == fingerprint.digests(Draws(), [0, 3])
 
 
 def test_data_that_cannot_be_sent_to_workers_are_named():

@@ -109,7 +109,15 @@ class _Samples(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.data = data
-        self.private = [generator for generator in private_generators.find(data=data) if generator.is_on_host]
+        self.private = private_generators.on_host(data=data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"files": self.files, "data": self.data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A worker that is not forked finds the generators again: it has its own global variables and classes."""
+        vars(self).update(state)
+        self.private = private_generators.on_host(data=self.data)
 
     def __getitem__(self, index: int) -> Any:
         seed_all(index, self.private)

@@ -20,7 +20,7 @@ from lockstep.core.data.dataset import forward, member_of, name_of
 from lockstep.core.data.device_copies import Copy, DeviceCopies
 from lockstep.core.data.handover import Failure
 from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
-from lockstep.core.data.randomness import SampleSeeding, restored_generators, seed_all
+from lockstep.core.data.randomness import SampleSeeding, restored_generators
 from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.core.data.tensors import pinned
 from lockstep.core.data.worker_memory import Growth
@@ -128,10 +128,20 @@ class MicroBatches(Dataset[MicroBatch]):
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else member_of(data, "__getitems__")
-        private = [] if self.at_once else private_generators.find(data=data, Task=task)
-        on_host = [generator for generator in private if generator.is_on_host]
-        self.seeding = SampleSeeding(lazily=self.read_many is not None, private=on_host)
+        self.seeding = self._new_seeding()
         self.stream = forward(data)
+
+    def _new_seeding(self) -> SampleSeeding:
+        private = [] if self.at_once else private_generators.on_host(data=self.data, Task=self.task)
+        return SampleSeeding(lazily=self.read_many is not None, private=private)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "seeding"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A worker that is not forked finds the generators again: it has its own global variables and classes."""
+        vars(self).update(state)
+        self.seeding = self._new_seeding()
 
     @property
     def made_by(self) -> str:
@@ -155,7 +165,7 @@ class MicroBatches(Dataset[MicroBatch]):
         if not samples:
             samples, read = self._substitute(plan)
         if self.collates:
-            seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE), self.seeding.private)
+            self.seeding.seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE))
         try:
             batch = self.task.collate(samples)
         except Exception as raised:

@@ -61,6 +61,11 @@ def find(**owners: object) -> list[SeededGenerator]:
     return list(found.values())
 
 
+def on_host(**owners: object) -> list[SeededGenerator]:
+    """Those that loader workers may use; see `find`."""
+    return [generator for generator in find(**owners) if generator.is_on_host]
+
+
 def walk(owner: object, name: str, seen: set[int]) -> Iterator[tuple[Place, Any]]:
     """The objects that can be reached from an object, the nearest first, with their places.
 

@@ -39,7 +39,7 @@ def read(
         words: the last word of the seed of each sample. None: its index.
     """
     samples, indices = [], list(indices)
-    private = [one for one in private_generators.find(data=data, Task=task) if one.is_on_host]
+    private = private_generators.on_host(data=data, Task=task)
     for index, word in zip(indices, indices if words is None else words, strict=True):
         own = seed_of(seed, epoch, word)
         torch.default_generator.manual_seed(own)  # `torch.manual_seed` does the same on the CPU, 100 times slower
