@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.core.code_files import is_own_code
+from lockstep.core.data import reachable
 from lockstep.core.data.randomness import OWN_GENERATORS, SeededGenerator
 
 _OBJECTS = 20_000
@@ -26,18 +27,14 @@ _ITEMS = 200
 """The most items of a container that are examined."""
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), ModuleType, np.ndarray)
 _LEAVES = frozenset((*_PLAIN, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size))
-_OF_MODULES = vars(torch.nn.Module()).keys() - {"_modules"}
+_OF_MODULES = frozenset(f".{name}" for name in vars(torch.nn.Module()) if name != "_modules")
 _MAKERS = frozenset(["__init__", "train_data", "eval_data", "model"])
 """Functions that make the data and the model, and that no sample calls. Their generators may split the data."""
-_ORDER = frozenset(["order"])
+_ORDER = frozenset([".order"])
 """It chooses the samples of an epoch; see `OptionalMembers`."""
 _SETTERS = ("set_random_seed", "set_random_state")
 """Methods that seed an object: of albumentations and of MONAI."""
 _MULTIPLIER = 0x9E3779B97F4A7C15F39CC0605CEDC835
-
-
-Place = tuple["Place | None", str]
-"""The place of the object that holds another, and the part that this one is."""
 
 
 def find(**owners: object) -> list[SeededGenerator]:
@@ -54,7 +51,7 @@ def find(**owners: object) -> list[SeededGenerator]:
     for name, owner in owners.items():
         for place, value in walk(owner, name, seen):
             if isinstance(value, OWN_GENERATORS) or _seeds_itself(value):
-                text = text_of(place)
+                text = reachable.text_of(place)
                 text = f"{text} ({len(found)})" if text in found else text
                 if not isinstance(value, random.SystemRandom):  # nothing can seed it
                     found[text] = _seeded(text, value)
@@ -66,35 +63,23 @@ def on_host(**owners: object) -> list[SeededGenerator]:
     return [generator for generator in find(**owners) if generator.is_on_host]
 
 
-def walk(owner: object, name: str, seen: set[int]) -> Iterator[tuple[Place, Any]]:
-    """The objects that can be reached from an object, the nearest first, with their places.
-
-    Args:
-        name: of the object.
-        seen: identities of objects that are left out. Those that are found are added.
-    """
-    queue: list[tuple[Place, Any]] = [((None, name), owner)]  # keeps them alive, so that identities are unique
-    for place, value in queue:
-        yield place, value
-        if isinstance(value, OWN_GENERATORS) or len(queue) > _OBJECTS:
-            continue
-        for part, item in _parts(value):
-            if type(item) not in _LEAVES and id(item) not in seen:
-                seen.add(id(item))
-                queue.append(((place, part), item))
+def walk(owner: object, name: str, seen: set[int]) -> Iterator[tuple[reachable.Place, Any]]:
+    """The objects that can be reached from an object, also through code; see `reachable.walk`."""
+    return reachable.walk(owner, name, _parts_to_enter, seen, _OBJECTS)
 
 
-def text_of(place: Place | None) -> str:
-    """A place for messages, such as `data.transform.rng`."""
-    return "" if place is None else text_of(place[0]) + place[1]
+def _parts_to_enter(value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, OWN_GENERATORS):
+        yield from ((place, item) for place, item in _parts(value) if type(item) not in _LEAVES)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and where."""
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]" if isinstance(key, str) else "[]", item) for key, item in _first(value.items()))
+        named = reachable.items(value, _ITEMS)
+        yield from ((f"[{key!r}]" if isinstance(key, str) else "[]", item) for key, item in named)
     elif isinstance(value, list | tuple | deque):
-        yield from ((f"[{number}]", item) for number, item in enumerate(_first(value)))
+        yield from ((f"[{number}]", item) for number, item in enumerate(islice(value, _ITEMS)))
     elif isinstance(value, MethodType | BuiltinMethodType):
         yield from (("", getattr(value, name, None)) for name in ("__self__", "__func__"))
     elif isinstance(value, FunctionType):
@@ -113,22 +98,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    attributes = getattr(value, "__dict__", None)
     left_out = _OF_MODULES if isinstance(value, torch.nn.Module) else _ORDER
-    for name, item in list(attributes.items()) if isinstance(attributes, dict) else ():
-        if name not in left_out:
-            yield f".{name}", item
-    for cls in type(value).__mro__:
-        names = vars(cls).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            yield f".{name}", getattr(value, name, None)
-        yield f":{cls.__name__}", cls
+    yield from ((place, item) for place, item in reachable.attributes(value) if place not in left_out)
+    yield from ((f":{cls.__name__}", cls) for cls in type(value).__mro__)
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for cell in function.__closure__ or ():
-        if cell != type(cell)():  # it has a value
-            yield "", cell.cell_contents
+    yield from (("", item) for _, item in reachable.closure(function))
     yield from (("", held) for held in (function.__defaults__, function.__kwdefaults__, vars(function)) if held)
     if function.__name__ in _MAKERS or not is_own_code(function.__code__.co_filename):
         return
@@ -152,10 +128,6 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from codes_of(inner)
-
-
-def _first(items: Any) -> list[Any]:
-    return list(islice(items, _ITEMS)) if len(items) else []
 
 
 def _is_own(cls: type) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 
 from lockstep.core.code_files import is_own_code
-from lockstep.core.data.private_generators import codes_of, text_of, walk
+from lockstep.core.data.private_generators import codes_of, walk
+from lockstep.core.data.reachable import text_of
 
 _SHOWN = 3
 _ENTROPY = "draws from the system: take a number from the global generators"
