@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from lockstep.core import atomic
 from lockstep.parts.json_lines_file import JsonLinesFile
 
 GOOD = [b'{"step": 5}\n', b'{"step": 10}\n']
@@ -41,6 +42,19 @@ def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path):
     file.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("eval/loss") for line in lines] == [None, None, 3, 4]
+
+
+def test_lines_that_a_full_disk_kept_from_being_dropped_are_dropped_by_the_next_entry(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join([*GOOD, b'{"step": 15}\n']))
+    file = JsonLinesFile(path, last_step=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic, "sync", lambda staging: os.stat(tmp_path / "full"))
+        with pytest.raises(FileNotFoundError):
+            file.append({"step": 11})
+    file.append({"step": 12})
+    file.close()
+    assert path.read_bytes() == b"".join([*GOOD, b'{"step": 12}\n'])
 
 
 NO_ENTRIES = [

@@ -46,17 +46,19 @@ class JsonLinesFile:
 
     def _drop(self, values: Mapping[str, Any]) -> None:
         """Drop the lines that `values`, the first object, replaces."""
-        kept, self.kept = self.kept, None
-        if kept is not None and values["step"] == self.last_step:
-            new = [
+        if self.kept is None:
+            return
+        kept = self.kept
+        if values["step"] == self.last_step:
+            kept = [
                 line for line in kept if _step_of(line) != self.last_step or json.loads(line).keys() != values.keys()
             ]
-            self.has_others, kept = self.has_others or len(new) < len(kept), new
-        if kept is not None and self.has_others:
+        if self.has_others or len(kept) < len(self.kept):
             with atomic.staged_file(self.path) as staging:
                 staging.write_bytes(b"".join(kept))
             self.file.close()
             self.file = self.path.open("ab", buffering=0)
+        self.kept = None  # last: if the disk is full, the next object tries again
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Write one object, with the key `step`.
