@@ -100,6 +100,9 @@ class GlobalLoss:
                     embedded = strategy.forward(micro_batch.batch, self.task.embed)
                 leaves_of, form = _rows(embedded, len(micro_batch.indices))
                 rows.append([leaf[: micro_batch.samples] for leaf in leaves_of])
+            for _ in range(self._missing_passes(strategy, per_shard)):
+                with self.precision.autocast():
+                    strategy.forward(micro_batches[0].batch, self.task.embed)
         device = rows[0][0].device
         words = [word for one in micro_batches if not one.filler for word in one.words]
         own = [torch.tensor(words, dtype=torch.int64, device=device), *map(torch.cat, zip(*rows, strict=True))]
@@ -113,6 +116,11 @@ class GlobalLoss:
         if first == 0 and words:
             self._carrier = next(number for number, one in enumerate(micro_batches) if one.samples)
         self._gathered = self._differentiated(strategy, values, form)
+
+    def _missing_passes(self, strategy: Strategy, per_shard: int) -> int:
+        """The passes that other ranks make for one shard more than this rank has, if each pass is a collective."""
+        most = -(-self.world.data_size // self.world.size)
+        return per_shard * max(0, most - len(self.world.data_ranks)) if strategy.is_sharded else 0
 
     def _differentiated(self, strategy: Strategy, values: list[Tensor], form: TreeSpec) -> _Gathered:
         inputs = [value.requires_grad_(value.is_floating_point()) for value in values]

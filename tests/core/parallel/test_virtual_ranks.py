@@ -21,7 +21,7 @@ from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.virtual import Node, Tree, held, nodes_of
 from lockstep.core.parallel.world import World
 from lockstep.trainer import assemble
-from tests import own_tasks, runs
+from tests import own_tasks, pair_tasks, runs
 from tests.ranks import RankFailed, run_ranks
 from tests.sampling_cases import WEIGHTS
 
@@ -141,6 +141,15 @@ class OddState(Images):
         return Odd()
 
 
+class DeepPairs(pair_tasks.Pairs):
+    """A loss over the global batch, and blocks, which FSDP gathers in each pass."""
+
+    def model(self):
+        model = super().model()
+        model.left = nn.Sequential(nn.Linear(10, 7), own_tasks.Block(0.2), own_tasks.Block(), nn.Linear(7, 6))
+        return model.to(self.dtype)
+
+
 def by_hand(settings, steps, virtual_ranks, global_batch, micro, clip_norm):
     """Plain torch: one process, a loop over virtual ranks, gradients added in the tree, buffers of virtual rank 0."""
     task, seed, length = Images(), 0, 100
@@ -205,6 +214,7 @@ CASES = {
         {"precision": "fp16", "optim": {"lr": 9.0}},
     ),
     "loss over the global batch": (Kind("tests.pair_tasks", "Pairs"), {"dropout": 0.2}, {"batch": {"micro": 3}}),
+    "blocks, loss over the global batch": (Kind(HERE, "DeepPairs"), {}, {"batch": {"micro": 3}}),
     "players": (Kind("tests.player_tasks", "Adversaries"), {}, {"batch": {"micro": 2}}),
     "unreadable samples": (Kind(OWN, "FromFiles"), {"broken": [3, 4, 20]}, {"data": {"on_error": "skip"}}),
     "weighted sampling": (Kind("tests.sampling_cases", "Sampled"), {"sample_weights": WEIGHTS}, {}),
@@ -461,6 +471,7 @@ REFUSED = {
     "compute.compile": {"compute": {"compile": "model"}},
     "compute.cudnn_benchmark=true": {"compute": {"cudnn_benchmark": True}},
     "parallel.param_dtype": {"parallel": {"strategy": "fsdp", "param_dtype": "bf16"}},
+    "parallel.find_unused_parameters=true": {"parallel": {"strategy": "fsdp", "find_unused_parameters": True}},
     "parallel.shard_ranks": {"parallel": {"strategy": "fsdp", "shard_ranks": 1}},
     "optim.fused=true": {"parallel": {"strategy": "fsdp"}, "optim": {"name": "AdamW", "fused": True}},
     "watch.every": {"watch": {"every": 5}},
