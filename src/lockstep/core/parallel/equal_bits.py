@@ -32,6 +32,7 @@ def laid_out(world: World, config: RunConfig) -> World:
     sharded = parallel.strategy == "fsdp"  # on one rank, too: the run may continue on several
     refused = {
         "parallel.shard_ranks": sharded and parallel.shard_ranks is not None,
+        "parallel.find_unused_parameters=true": sharded and parallel.find_unused_parameters,
         "parallel.reduce_each_micro_batch=true": sharded and parallel.reduce_each_micro_batch,
         "parallel.cpu_offload=true": sharded and parallel.cpu_offload,
         "parallel.param_dtype": sharded and parallel.param_dtype is not None,

@@ -155,15 +155,12 @@ class FSDP(Single):
 
     def _check_used(self, where: str) -> None:
         """Raises TrainingError, with the names, if parameters got no gradient since the last call."""
-        names = {id(parameter): name for name, parameter in self.trainable.items()}
-        missing = [
-            names[id(parameter)]
-            for parameter, gathered in self._gathered()
-            if id(parameter) in names and id(gathered) in self._hooks and id(gathered) not in self._used
-        ]
+        missing = self._hooks.keys() - self._used
         self._used.clear()
-        if missing and self._hooks:
-            raise unused_error(missing, "Task.loss", f" {where}, though they did before")
+        if missing:
+            names = {id(parameter): name for name, parameter in self.trainable.items()}
+            of_missing = [names[id(parameter)] for parameter, gathered in self._gathered() if id(gathered) in missing]
+            raise unused_error(of_missing, "Task.loss", f" {where}, though they did before")
 
     def _own_leaves(self) -> set[int]:
         return super()._own_leaves() | {id(gathered) for _, gathered in self._gathered()}

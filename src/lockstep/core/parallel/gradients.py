@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -58,10 +59,13 @@ def _norm_of_whole(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
         for place, parameter in enumerate(mine)
     ]
     norms = sent.new_zeros(len(parameters), dtype=torch.float64)
-    if mine:
-        norms[[n for n, owner in enumerate(owners) if owner == rank]] = torch.stack(_norms(wholes)).double()
+    if mine:  # a slice: a list of places would be copied to the device, and the host would wait for that
+        first = owners.index(rank)
+        norms[first : first + len(mine)] = torch.stack(_norms(wholes))
     dist.all_reduce(norms, group=group)  # each of them is zero on all ranks but one
-    return _norm_of([norm.to(grad.dtype.to_real()) for norm, grad in zip(norms, grads, strict=True)])
+    dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads))  # the dtype that a stack has
+    total: Tensor = torch.linalg.vector_norm(norms.to(dtype))
+    return total
 
 
 def _bytes_of(parameter: nn.Parameter, rank: int, ranks: int) -> int:

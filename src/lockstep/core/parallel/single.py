@@ -370,7 +370,7 @@ def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingEr
         f"{number_of(len(names), 'trainable parameter')} got no gradient{when}: {listed(names)}",
         where=where,
         remedy="use them in the loss, freeze them (requires_grad_(False)), "
-        "or set parallel.find_unused_parameters=true if each batch uses different parts of the model",
+        "or, with ddp, set parallel.find_unused_parameters=true if each batch uses different parts of the model",
     )
 
 
