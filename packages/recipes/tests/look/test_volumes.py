@@ -76,3 +76,16 @@ def test_a_scan_that_is_much_shorter_than_others_with_as_many_slices_is_named(fo
     if is_odd:
         assert "scan2" in odd["odd-length"].file
         assert "1.00 mm apart, 7 mm in total" in odd["odd-length"].what
+
+
+def test_bright_padding_and_equal_volumes_with_different_labels_are_named(folder):
+    values = scans.voxels(8, seed=2)
+    values[:, 0] = np.iinfo(np.int16).max
+    shutil.rmtree(folder / "scan2")
+    scans.write_dicom(folder / "scan2", values, series="1.2.2", intercept=0.0)
+    shutil.rmtree(folder / "scan1")
+    shutil.copytree(folder / "scan0", folder / "scan1")
+    odd = found(folder)
+    assert set(odd) == {"bright-padding", "label-conflict"}
+    assert "scan2" in odd["bright-padding"].file
+    assert "scan1" in odd["label-conflict"].file

@@ -110,7 +110,7 @@ def rarely_ignored(data: ImageView) -> Iterator[DataFinding]:
     """Ignored pixels in a few masks only, where they are many compared with the objects."""
     for split in (one for one in data.splits if one.masks is not None):
         found = checked(split)[0]
-        odd = [one for one in found if one.ignored]
+        odd = [one for one in found if one.ignored and one.counts.any()]  # others have nothing labelled
         if len(found) < 10 or len(odd) > _SOME * len(found):
             continue
         for one in odd:
