@@ -73,8 +73,9 @@ def test_loader_workers_that_are_not_forked_read_the_same(tmp_path, monkeypatch)
     expected = batches.dataset[plan]
     parts = (batches.dataset, batches.collate_fn, batches.worker_init_fn)
     sent = pickle.dumps(parts)
-    monkeypatch.delitem(sys.modules, module.__name__)
+    del sys.modules[module.__name__]
     dataset, _, _ = pickle.loads(sent)
+    del sys.modules[module.__name__]  # workers of other tests would execute the file
     found = dataset[plan]
     assert all(torch.equal(one, other) for one, other in zip(found.batch, expected.batch, strict=True))
 
