@@ -92,6 +92,22 @@ def test_a_log_begins_with_what_a_sample_shows_and_a_wrong_finder_ends_no_run(tm
     assert head(task) == ["note: the data was not looked at: ZeroDivisionError: x"]
 
 
+def test_logs_of_tasks_with_texts_begin_with_what_is_wrong(tmp_path):
+    rows = [
+        f"reply {number}: {'dÃ©jÃ  vu' if number % 4 == 0 else 'seen before'} {number * 7},{number % 2}"
+        for number in range(60)
+    ]
+    (tmp_path / "texts.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    (tmp_path / "book.txt").write_text("\n\n".join(rows), encoding="utf-8")
+    for kind, file, options in (
+        ("text", "texts.csv", {"eval_fraction": 0}),
+        ("lm", "book.txt", {"eval_fraction": 0}),
+    ):
+        task = registry.build_task({"kind": kind, **options}, str(tmp_path / file), None)
+        (line,) = (line for line in task.presenter(task).log_header() if "[wrong-encoding]" in line)
+        assert line.startswith(f"WARNING: [wrong-encoding] {tmp_path / file}")
+
+
 @pytest.mark.parametrize("kind", ["classification", "segmentation", "detection"])
 def test_the_head_opens_few_files(tmp_path, kind, monkeypatch):
     make = {"classification": cases.classes, "segmentation": cases.masks, "detection": cases.boxes}[kind]

@@ -75,11 +75,11 @@ def as_read(task: Any) -> list[str]:
     try:
         task.train_data()
         task.eval_data()
-        written: list[str] = task.presenter(task).log_header()
+        presenter = task.presenter(task)
+        written: list[str] = getattr(presenter, "of_run", presenter.log_header)()
     except LockstepError:  # it is a finding, too
         return []
-    found = set(head(task))
-    return [line for line in written if line not in found]
+    return written
 
 
 def head(task: Lookable) -> list[str]:
@@ -90,9 +90,9 @@ def head(task: Lookable) -> list[str]:
         return [f"note: the data was not looked at: {type(error).__name__}: {error}"]
     written = []
     for fault in found:
-        more = f" ({fault.count:,} such files in a sample)" if fault.count > 1 else ""
+        more = f" ({fault.count:,} found in a sample)" if fault.count > 1 else ""
         written.append(f"WARNING: [{fault.first.code}] {_place(fault.first)}{more}. {fault.first.remedy}")
-    advice = "`lockstep look` with the recipe and the same data names all files, and writes a page with images"
+    advice = "`lockstep look` with the recipe and the same data names all places, and writes a page"
     return [*written, advice] if written else []
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import number_of
-from lockstep.core.presenter import Presenter
 from lockstep.core.program import Program
 from lockstep.drawing import drawing
+from lockstep_recipes.look.presenter import DataPresenter
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.ct import drawings
 from lockstep_recipes.tasks.ct.export import risks_of_volume, write_export
@@ -30,7 +30,7 @@ _MATTERED = 3  # slices that rows and texts name
 Output = Mapping[str, Tensor]
 
 
-class VolumeRiskPresenter(Presenter):
+class VolumeRiskPresenter(DataPresenter):
     """Presents the slices of a volume with their attention weights, its risks over the horizons, and scores by
     question.
 
@@ -141,7 +141,7 @@ class VolumeRiskPresenter(Presenter):
         }
         return {name: picture for name, picture in drawn.items() if picture is not None}
 
-    def log_header(self) -> list[str]:
+    def of_run(self) -> list[str]:
         """The data, known labels by question, windows, and the weights that are new."""
         task = self.task
         options, about = task.options, task.about

@@ -28,7 +28,7 @@ def view_of_documents(
         columns = [[document.parts[place].text for document in kept if document.parts] for place in (0, -1)]
         places = [document.where for document in kept]
         splits.append(TextSplit(name, texts, places.__getitem__, columns=columns))
-    return TextView(splits, refused=[*refused, *_guessed(corpora, extent)])
+    return TextView(splits, refused=[*refused, *_guessed(corpora, extent)], is_short=extent.is_short)
 
 
 def _guessed(corpora: Sequence[Corpus], extent: Extent) -> Iterator[DataFinding]:

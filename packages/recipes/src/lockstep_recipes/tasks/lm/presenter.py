@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, number_of
-from lockstep.core.presenter import Presenter
+from lockstep_recipes.look.presenter import DataPresenter
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
 from lockstep_recipes.tasks.lm import card, chat_date, documents, models, writing
 from lockstep_recipes.tasks.lm.data import PackedRows, Prompts, Row
@@ -24,7 +24,7 @@ from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, lines_of
 _SHOWN = 8  # maximum number of continued prompts, and of too long prompts, in the log
 
 
-class LmPresenter(Presenter):
+class LmPresenter(DataPresenter):
     """Presents rows with their perplexity, and texts that the model writes. INPUT arguments are prompts, or files with
     prompts."""
 
@@ -108,7 +108,7 @@ class LmPresenter(Presenter):
         ]
         return "\n".join([*lines, *list(dict.fromkeys(texts))[:_SHOWN]])
 
-    def log_header(self) -> list[str]:
+    def of_run(self) -> list[str]:
         """The model, the documents, the rows that they fill, and the remaining padding."""
         task, options = self.task, self.task.options
         kind = "Lockstep's small model (as Llama)" if options.is_small else task.config.model_type

@@ -155,10 +155,15 @@ class LanguageModel(LmTask):
         return self._eval
 
     def data_to_look_at(self, extent: Extent) -> TextView:
-        """The documents of both splits for the finders. What the task refuses is a finding."""
+        """The documents of both splits for the finders. What the task refuses is a finding.
+
+        The head of a log leaves out corpora above its limit of bytes: their texts would be read once more.
+        """
 
         def documents(corpus: Corpus, part: str) -> list[Document]:
-            self._tokens(corpus, part)
+            found = [self._tokens(corpus, part)]
+            if extent.bytes is not None and any(one.bytes > extent.bytes for one in [*found, self._train.tokens]):
+                return []
             return tokens.read_part(corpus, self.tokenizer, self.options, part)
 
         reads = {"training": lambda: documents(self.corpus, "training" if self._holds_back else "all")}

@@ -26,9 +26,9 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 class LoraPresenter(LmPresenter):
     """Presents and exports a language model with adapters."""
 
-    def log_header(self) -> list[str]:
+    def of_run(self) -> list[str]:
         """The lines of the model without adapters, and one about the adapters."""
-        first, *lines = super().log_header()
+        first, *lines = super().of_run()
         return [first, f"  {self.task.options.lora}", *lines]
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:

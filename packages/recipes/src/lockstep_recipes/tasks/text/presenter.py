@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.core.presenter import Presenter
 from lockstep.core.task import Task
+from lockstep_recipes.look.presenter import DataPresenter
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.hugging_face import config_for_pipeline
 from lockstep_recipes.tasks.readers.table import SUFFIXES, Source, lines_of
@@ -61,7 +61,7 @@ class TextTask(Task):
         raise NotImplementedError
 
 
-class TextPresenter(Presenter):
+class TextPresenter(DataPresenter):
     """Presents label names with probabilities, and results by class. INPUT arguments are texts, or files with texts."""
 
     task: TextTask
@@ -122,7 +122,7 @@ class TextPresenter(Presenter):
     def class_names(self) -> list[str]:
         return list(self.task.labels)
 
-    def log_header(self) -> list[str]:
+    def of_run(self) -> list[str]:
         """The data that was read, by class, truncated texts, and new weights."""
         task, length = self.task, self.task.options.max_length
         training = task.train_data()

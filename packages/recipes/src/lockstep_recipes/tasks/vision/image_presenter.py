@@ -10,15 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.core.presenter import Presenter
-from lockstep_recipes.look.look import head
+from lockstep_recipes.look.presenter import DataPresenter
 from lockstep_recipes.tasks.readers import duplicates
 from lockstep_recipes.tasks.vision.image_task import ImageTask
 from lockstep_recipes.tasks.vision.images.decode import WHITE
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 
-class ImagePresenter(Presenter):
+class ImagePresenter(DataPresenter):
     """The common part: the head of the log, and the JSON file of an export."""
 
     task: ImageTask
@@ -34,7 +33,7 @@ class ImagePresenter(Presenter):
 
     # ---- the head of the log
 
-    def log_header(self) -> list[str]:
+    def of_run(self) -> list[str]:
         """The data, the classes, image sizes, how evaluations prepare images, and new weights."""
         task, options = self.task, self.task.options
         training, evaluation = task.train_data(), task.eval_data()
@@ -44,7 +43,7 @@ class ImagePresenter(Presenter):
         lines += [*self.of_classes(), self._sizes(), *self.of_evaluation()]
         if task.new_weights:
             lines.append(f"not in {options.model}, so initialised: {listed(task.new_weights)}")
-        return [*lines, *head(task)]
+        return lines
 
     def of_data(self, name: str, data: Any) -> list[str]:
         """Lines about the training data or the evaluation data."""

@@ -16,7 +16,7 @@ _CROWD = 50
 
 def across(data: TextView) -> Iterator[DataFinding]:
     """Texts for evaluation that are training texts, nearly."""
-    if len(data.splits) < 2:
+    if len(data.splits) < 2 or data.is_short:
         return
     training, evaluation = data.splits
     known: dict[bytes, int] = {}
@@ -37,6 +37,8 @@ def across(data: TextView) -> Iterator[DataFinding]:
 
 def within(data: TextView) -> Iterator[DataFinding]:
     """Training texts that occur again, nearly, if they are a noticeable part."""
+    if data.is_short:
+        return
     training = data.training
     places, pairs = _by_shingle(training), []
     first: dict[bytes, int] = {}

@@ -40,11 +40,11 @@ def view_of_texts(
             refused.append(of_error(error))
         else:
             splits += [] if data is None else [_split(name, data, names(), extent)]
-    return TextView(splits, names() if splits else (), refused)
+    return TextView(splits, names() if splits else (), refused, extent.is_short)
 
 
 def _split(name: str, data: TextData, names: Sequence[str], extent: Extent) -> TextSplit:
-    rows = chosen(len(data), extent)
+    rows = chosen(len(data), extent, lambda row: len(data[row].text))
     samples = [data[row] for row in rows]
     found = [text if pair is None else f"{text}\n{pair}" for *_, text, pair in samples]
     codes = data.sample_labels[rows]

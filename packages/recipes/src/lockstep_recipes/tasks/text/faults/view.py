@@ -15,6 +15,8 @@ from lockstep_recipes.look.finding import DataFinding, Extent
 
 _PER_SAMPLE = 100
 """Texts for each sample that an extent allows: they are small, and already in memory."""
+_MEASURED = 50
+"""Texts whose lengths are measured."""
 KEPT = 16
 """Shingles of a sketch."""
 _SHINGLE = 4
@@ -77,13 +79,24 @@ class TextView:
     classes: Sequence[str] = ()
     refused: Sequence[DataFinding] = field(default_factory=list)
     """What the task itself refuses, and what its reader corrects."""
+    is_short: bool = False
+    """True for the head of a log: finders that take long, and those that repeat its other lines, are left out."""
 
     @property
     def training(self) -> TextSplit:
         return self.splits[0] if self.splits else TextSplit("training", [], str)
 
 
-def chosen(count: int, extent: Extent) -> list[int]:
-    """The texts to look at, spread over a split."""
+def chosen(count: int, extent: Extent, length: Callable[[int], int] = lambda _: 0) -> list[int]:
+    """The texts to look at, spread over a split.
+
+    Args:
+        length: of a text, in characters. Some are measured, so that all together keep the limit of bytes.
+    """
     most = count if extent.samples is None else extent.samples * _PER_SAMPLE
-    return list(range(count)) if most >= count else (np.arange(most) * count // most).tolist()
+    rows = list(range(count)) if most >= count else (np.arange(most) * count // most).tolist()
+    if extent.bytes is None or not rows:
+        return rows
+    some = rows[:: -(-len(rows) // _MEASURED)]
+    total = len(rows) * sum(map(length, some)) // len(some)
+    return rows[:: -(-total // extent.bytes) or 1]

@@ -88,9 +88,9 @@ class ClassificationPresenter(ImagePresenter):
         parts = [confusion.by_class(counts, classes)] if len(classes) <= _FEW else []
         return "\n".join([*parts, confusion.confusions(counts, classes)])
 
-    def log_header(self) -> list[str]:
+    def of_run(self) -> list[str]:
         task, options = self.task, self.task.options
-        lines = super().log_header()
+        lines = super().of_run()
         if options.batch_norm == "frozen" and not options.model:
             lines.append(
                 "WARNING: task.batch_norm=frozen, but a new model does not have running statistics to normalise with"
