@@ -70,7 +70,7 @@ ALLOWED = {
     | {"lockstep_recipes.look", "lockstep_recipes.recipes", "lockstep_recipes.shards"},
     "lockstep_recipes.commands": {"core", "cli", "configs", "sizes"}
     | {"lockstep_recipes.look", "lockstep_recipes.shards", "lockstep_recipes.tasks"},
-    "lockstep_lab.report": {"core", "drawing", "locks", "parts", "configs"},
+    "lockstep_lab.report": {"core", "drawing", "locks", "parts", "configs", "trainer"},
     "lockstep_lab.plan": {
         "core",
         "drawing",

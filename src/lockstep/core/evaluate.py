@@ -77,9 +77,10 @@ def evaluate(
         (unreadable and left out). An empty data set has only `samples` and `bad`. If `plan` has a limit, there is
         also `of_samples`: the size of the data set.
     """
-    tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
+    tally = EvaluationSums(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
     per_shard = plan.per_rank(world.data_size)
-    for number, micro_batch in enumerate(_micro_batches(forward, loader, plan=plan, world=world, tick=tick)):
+    plans = _consecutive(plan, world)
+    for number, micro_batch in enumerate(micro_batches(forward, loader, plans=plans, world=world, tick=tick)):
         if number and number % per_shard == 0:
             tally.begin_shard()
         tally.add(micro_batch)
@@ -87,7 +88,7 @@ def evaluate(
     return results if plan.limit is None else results | {"of_samples": plan.length}
 
 
-class _Tally:
+class EvaluationSums:
     """The sums of an evaluation on this rank: losses, metrics, outputs to show. For the arguments, see `evaluate`."""
 
     def __init__(
@@ -97,8 +98,8 @@ class _Tally:
         world: World,
         *,
         precision: Precision,
-        show_samples: Sequence[int],
-        worst: WorstSamples | None,
+        show_samples: Sequence[int] = (),
+        worst: WorstSamples | None = None,
     ) -> None:
         self.task, self.forward, self.world, self.precision = task, forward, world, precision
         self.show_samples, self.wanted, self.worst = show_samples, set(show_samples), worst
@@ -138,13 +139,16 @@ class _Tally:
         if self.worst is not None and output is not None:
             self.worst.add(indices, output, micro_batch.batch, split)
 
+    def losses(self) -> list[tuple[dict[str, float], dict[str, float]]]:
+        """The loss sums and the units of each micro-batch. This waits for the device."""
+        return [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
+
     def results(self, show: Show) -> dict[str, float]:
         """The results of `evaluate`. Brings the ranks together, and calls `show`. A collective."""
         task, world, worst = self.task, self.world, self.worst
-        parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
-        gathered = world.gather_once((parts, self.shown))
+        gathered = world.gather_once((self.losses(), self.shown))
         losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
-        results: dict[str, float] = world.broadcast(_means(losses, task.coefficients))
+        results: dict[str, float] = world.broadcast(means(losses, task.coefficients))
         by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
         values: dict[str, Any] = {}
         if self.metrics is not None:
@@ -217,7 +221,8 @@ def predict_each(
     """
     waiting: dict[int, Any] = {}
     expected = 0
-    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, in_turns=True):
+    plans = plan.in_turns(world.replica, world.replicas)
+    for micro_batch in micro_batches(forward, loader, plans=plans, world=world):
         with precision.autocast():
             output = forward(micro_batch.batch, task.predict)
         indices = () if micro_batch.filler else micro_batch.indices
@@ -314,31 +319,23 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     )
 
 
-def _micro_batches(
-    forward: nn.Module,
-    loader: Loader,
-    *,
-    plan: EvaluationPlan,
-    world: World,
-    tick: Tick = _nothing,
-    in_turns: bool = False,
-) -> Generator[MicroBatch, None, None]:
-    """This rank's micro-batches. Until the last of them, the model is in evaluation mode, and gradients are off.
+def _consecutive(plan: EvaluationPlan, world: World) -> list[MicroBatchPlan]:
+    """This rank's share of the micro-batches: consecutive ones."""
+    by_rank, ranks = plan.by_rank(world.data_size), world.data_ranks
+    missing = -(-world.data_size // world.replicas) - len(ranks)  # `tick` needs equally many on each rank
+    fillers = [MicroBatchPlan((0,), 0, True)] * (missing * plan.per_rank(world.data_size))
+    return [*itertools.chain.from_iterable(by_rank[rank] for rank in ranks), *fillers]
 
-    Args:
-        in_turns: whether ranks take micro-batches in turn. Otherwise each rank takes consecutive micro-batches.
-    """
-    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.replica, world.replicas)
-    if not in_turns:
-        by_rank, ranks = plan.by_rank(world.data_size), world.data_ranks
-        missing = -(-world.data_size // world.replicas) - len(ranks)  # `tick` needs equally many on each rank
-        fillers = [MicroBatchPlan((0,), 0, True)] * (missing * plan.per_rank(world.data_size))
-        plans = [*itertools.chain.from_iterable(by_rank[rank] for rank in ranks), *fillers]
+
+def micro_batches(
+    forward: nn.Module, loader: Loader, *, plans: Iterable[MicroBatchPlan], world: World, tick: Tick = _nothing
+) -> Generator[MicroBatch, None, None]:
+    """Micro-batches for evaluation. Until the last of them, the model is in evaluation mode, and gradients are off."""
     was_training = forward.training
     forward.eval()
     try:
-        with torch.no_grad(), contextlib.closing(loader.run(lambda: plans)) as micro_batches:
-            for micro_batch in micro_batches:
+        with torch.no_grad(), contextlib.closing(loader.run(lambda: plans)) as read:
+            for micro_batch in read:
                 seed = derive_seed(loader.micro_batches.seed, _EVALUATION, micro_batch.indices[0])
                 seed_forward(seed, world.device, strategy.private_of(forward))
                 yield micro_batch
@@ -348,7 +345,7 @@ def _micro_batches(
         forward.train(was_training)
 
 
-def _means(
+def means(
     ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, coefficients: Mapping[str, float]
 ) -> dict[str, float]:
     """The loss over the micro-batches of all ranks, which are added in their order.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,13 @@ from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, complete or not.")]
-Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Directories of two runs or more.")]
+Given = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN_DIR... [KEY=VALUE]...",
+        help="Directories of two runs or more. With --evaluate: changes to their configs, such as data.eval=other.csv.",
+    ),
+]
 
 
 def report(
@@ -38,17 +45,32 @@ def report(
 
 
 def compare(
-    run_dirs: Folders,
+    given: Given,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="Evaluate the runs again: which is better, with intervals.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs: what differs in configs and results. Each run is compared with the first."""
+    """Compare runs: what differs in configs and results. Each run is compared with the first.
+
+    With --evaluate, it says which is better. Runs that differ only in their seed count as one training.
+    """
     with reporting(debug), _writing(_file(out) or Path()):
         from lockstep_lab.report import comparison, page
 
         check_replaceable(out, force=force, mark=page.MARK)
-        print(comparison.compare(run_dirs, out))
+        overrides = [word for word in given if "=" in word and not Path(word).is_dir()]
+        if overrides and not evaluate:
+            raise UsageError("only an evaluation takes keys", where=overrides[0], remedy="add --evaluate")
+        folders = [Path(word) for word in given if word not in overrides]
+        if evaluate:
+            from lockstep.cli.evaluate import EVALUATION_KEYS
+            from lockstep_lab.report import left_out  # imports torch
+
+            evaluated = partial(left_out.of_run, overrides=overrides, keys=EVALUATION_KEYS)
+        print(comparison.compare(folders, out, evaluate=evaluated if evaluate else None))
         if out is not None:
             print(f"written: {out}")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from lockstep.core import atomic
 from lockstep.core.errors import UsageError
 from lockstep.drawing.markup import Markup, element, shortened
 from lockstep.parts.ending import duration
-from lockstep_lab.report import charts, page, run
+from lockstep_lab.report import charts, judgement, page, run
 from lockstep_lab.report.config_difference import differing
+from lockstep_lab.report.intervals import EvaluatedRun
 from lockstep_lab.report.page import number_text, section, table
 from lockstep_lab.report.run import RunSummary
 
@@ -37,21 +38,32 @@ class Comparison:
     """The last value of each result, by name."""
     best: dict[str, list[float | None]]
     """The best value of the metric that chooses the best checkpoint, under `max eval/accuracy` or the like."""
+    evaluated: Sequence[str] = ()
+    """What was evaluated again, in lines."""
+    judged: Sequence[judgement.Judgement] = ()
+    """How each training compares with the first, if they were evaluated again."""
 
 
-def compare(folders: Sequence[Path], out: Path | None = None) -> str:
+def compare(
+    folders: Sequence[Path], out: Path | None = None, *, evaluate: Callable[[Path], EvaluatedRun] | None = None
+) -> str:
     """A comparison as text for the terminal. The others are compared with the first run.
 
     Args:
         out: the HTML page to write; None: none.
+        evaluate: evaluates a run again, for intervals of the differences: `left_out.of_run`.
 
     Raises:
         UsageError: fewer than two folders, or a folder is not a run directory.
         OSError: the page cannot be written.
+        LockstepError: a run cannot be evaluated.
     """
     if len(folders) < 2:
         raise UsageError("there is only one run", remedy="give the directories of two runs or more")
     compared = of_runs(folders)
+    if evaluate is not None:
+        trainings, judged = judgement.judge(compared.labels, compared.runs, evaluate)
+        compared = replace(compared, evaluated=judgement.lines(trainings), judged=judged)
     if out is not None:
         atomic.write_text(out, to_html(compared))
     return to_text(compared)
@@ -193,11 +205,20 @@ def to_text(compared: Comparison) -> str:
     blocks.append(["config", _columns(compared.labels, config) if config else "  no key differs"])
     results = _result_rows(compared)
     blocks.append(["last results", _columns(compared.labels, results) if results else "  none are logged"])
+    blocks += [["evaluated again", _judged(compared)]] if compared.judged else []
     problems = [
         f"{label}: {what}" for label, one in zip(compared.labels, compared.runs, strict=True) for what in one.problems
     ]
     blocks += [["left out", "\n".join(f"  {_printable(what)}" for what in problems)]] if problems else []
     return "\n\n".join(f"{title}\n{text}" for title, text in blocks)
+
+
+def _judged(compared: Comparison) -> str:
+    lines = [f"  {_printable(line)}" for line in compared.evaluated]
+    for one in compared.judged:
+        heads, *rows = [one.heads, *one.rows()]
+        lines += ["", _columns(heads[1:], rows), "", *(f"  {line}" for line in one.summary())]
+    return "\n".join(lines)
 
 
 def _columns(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -239,6 +260,15 @@ def to_html(compared: Comparison) -> str:
         section("Runs", table(("", *labels), about, "paths", label="Runs")),
         section("Config", config),
         section("Results", results_part),
+        *([section("Evaluated again", _judged_parts(compared))] if compared.judged else []),
         section("Curves", plots if curves else element("p", "No entry is logged.", class_="soft")),
     ]
     return page.document("lockstep compare: " + ", ".join(labels), body, values)
+
+
+def _judged_parts(compared: Comparison) -> list[Markup]:
+    parts = [element("p", line) for line in compared.evaluated]
+    for one in compared.judged:
+        parts.append(table(one.heads, one.rows(), "numbers", label=f"{one.other.letter} and {one.first.letter}"))
+        parts += [element("p", line.strip()) for line in one.summary()]
+    return parts

@@ -57,7 +57,7 @@ class Item(NamedTuple):
     label: bytes | None
 
 
-class Groups:
+class EqualItems:
     """Equal items, by a key that is the same for equal items."""
 
     def __init__(self) -> None:
@@ -125,8 +125,8 @@ def of_images(training: SplitImages | None, evaluation: SplitImages | None) -> l
 
 def equal_images(
     parts: Sequence[SplitImages], most_images: int, most_bytes: int
-) -> tuple[Groups, list[tuple[Item, Item]], str]:
-    """Groups of equal images, files that the first split names twice, and a remark if not all are compared."""
+) -> tuple[EqualItems, list[tuple[Item, Item]], str]:
+    """EqualItems of equal images, files that the first split names twice, and a remark if not all are compared."""
     counts = [len(part.pictures) if part.rows is None else len(part.rows) for part in parts]
     by_size: dict[int, list[tuple[Item, Any, Callable[[], bytes]]]] = defaultdict(list)
     twice: list[tuple[Item, Item]] = []
@@ -168,9 +168,9 @@ def _size_and_file(pictures: EncodedImages, index: int) -> tuple[int, Any] | Non
     return None
 
 
-def _equal(by_size: dict[int, list[tuple[Item, Any, Callable[[], bytes]]]], budget: int) -> tuple[Groups, int]:
+def _equal(by_size: dict[int, list[tuple[Item, Any, Callable[[], bytes]]]], budget: int) -> tuple[EqualItems, int]:
     """Items with equal bytes, and how many were not read because of the limit. Small files come first."""
-    groups, left = Groups(), 0
+    groups, left = EqualItems(), 0
     for size in sorted(by_size):
         group = by_size[size]
         if len({file for _, file, _ in group}) == 1:  # a single image, or one file in training and evaluation
@@ -207,7 +207,7 @@ def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
     texts are compared, spread over the data, and at most 64 MiB of them."""
     parts = [training] if evaluation is None else [training, evaluation]
     counts = [part.total for part in parts]
-    groups, seen = Groups(), 0
+    groups, seen = EqualItems(), 0
     for number, part in enumerate(parts):
         budget = _MOST_TEXT_BYTES // len(parts)
         for index in _spread(part.total, _share(counts, MOST_TEXTS)[number]):

@@ -30,7 +30,8 @@ def rare_class(data: ImageView) -> Iterator[DataFinding]:
         yield DataFinding("warning", "one-sample", file, f"the only training image of class {name!r}", remedy)
     trained = {training.classes[number] for number in np.flatnonzero(counts)}
     for split, labels in others:
-        for number, first in zip(*map(np.ndarray.tolist, np.unique(labels, return_index=True)), strict=True):
+        numbers, places = np.unique(labels, return_index=True)
+        for number, first in zip(numbers.tolist(), places.tolist(), strict=True):
             if number >= 0 and (name := split.classes[number]) not in trained:
                 what, file = f"class {name!r} has evaluation images, but no training image", split.pictures.where(first)
                 yield DataFinding("error", "never-trained", file, what, "train with images of this class")

@@ -20,7 +20,8 @@ def equal_images(data: ImageView) -> Iterator[DataFinding]:
     groups, twice, _ = duplicates.equal_images(parts, sum(map(len, data.splits)), _MOST_BYTES)
     for first_item, *others in [*twice, *groups.items.values()]:
         first = data.splits[first_item.part]
-        what = f"equal byte by byte to {first.pictures.where(first_item.row)}"
+        same = first.pictures.where(first_item.row)
+        what = f"equal byte by byte to {same}"
         for item in others:
             split = data.splits[item.part]
             file, image = split.pictures.where(item.row), partial(split.pixels, item.row)
