@@ -28,7 +28,7 @@ def rare_class(data: ImageView) -> Iterator[DataFinding]:
         file, name = training.pictures.where(int(np.argmax(labels == number))), training.classes[number]
         remedy = "add images of this class, join it with a similar one, or remove it. Is its name misspelt?"
         yield DataFinding("warning", "one-sample", file, f"the only training image of class {name!r}", remedy)
-    trained = {training.classes[number] for number in np.flatnonzero(counts)}
+    trained = {training.classes[number] for number in np.flatnonzero(counts).tolist()}
     for split, labels in others:
         numbers, places = np.unique(labels, return_index=True)
         for number, first in zip(numbers.tolist(), places.tolist(), strict=True):
