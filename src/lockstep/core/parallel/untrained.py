@@ -99,7 +99,7 @@ class UntrainedLeaves:
 
 def variables_of_task(task: Any) -> dict[str, Any]:
     """The task, and the variables of the user's own module that its loss is from."""
-    inside = getattr(task, "task", None)  # of the tasks with which `lockstep verify` compares
+    inside = getattr(task, "task", None)  # the tasks that `lockstep verify` wraps
     task = inside if hasattr(inside, "train_data") else task
     loss = getattr(task.loss, "__func__", task.loss)
     code = getattr(loss, "__code__", None)

@@ -141,7 +141,7 @@ def test_names_that_are_several_names_or_none():
     (line,) = duplicates.of_names(["cat", "dog", "cat, dog", "cat|dog", "a, b"])
     assert line == "WARNING: 2 classes are several other classes in one name: 'cat, dog', 'cat|dog'"
     (line,) = duplicates.of_names(["cat", "nan", "None"])
-    assert "called 'nan' and 'None', which usually means that there is no label" in line
+    assert "called 'nan' and 'None', which usually means a missing label" in line
 
 
 def texts(*rows):

@@ -258,7 +258,7 @@ def of_names(names: Sequence[str]) -> list[str]:
         lines.append(f"WARNING: {len(several):,} classes are several other classes in one name: {shown}")
     absent = [name for name in names if name in MISSING]
     if absent:
-        what = f"classes are called {' and '.join(map(repr, absent))}, which usually means that there is no label"
+        what = f"classes are called {' and '.join(map(repr, absent))}, which usually means a missing label"
         lines.append(f"WARNING: {what}")
     return lines
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.core.errors import DataError
 
-_FEW_LINES = 3  # so many lines are needed to suspect keypoints without visibility
+_FEW_LINES = 3  # lines that are needed to suspect keypoints without visibility
 _NEAR = 0.01  # of the image: keypoints may be outside their box by this much
 
 
@@ -22,7 +22,7 @@ class YoloLines:
         self.after_box = None if keypoints is None else keypoints[0] * keypoints[1]
         self.lengths: set[int] = set()
         self.shapes = {2, 3}
-        """The numbers of each keypoint with which all lines would be boxes with keypoints."""
+        """The numbers of each keypoint for which every line would be a box with keypoints."""
         self.lines = 0
         self.first = ""
 
