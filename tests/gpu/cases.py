@@ -112,7 +112,7 @@ class Long(Task):
     width, samples = 8192, 2048
 
     def model(self):
-        return nn.Sequential(*(nn.Linear(self.width, self.width, bias=False) for _ in range(2)))
+        return nn.Sequential(*(nn.Linear(self.width, self.width, bias=False) for _ in range(6)))
 
     def train_data(self):
         return TensorDataset(torch.randn(2 * self.samples, self.width, generator=torch.Generator().manual_seed(0)))
@@ -127,7 +127,7 @@ class Convolutions(Task):
     def model(self):
         return nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU(),
-            nn.Dropout(0.2), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 5),
+            nn.Dropout(0.2), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(256, 5),
         )  # fmt: skip
 
     def train_data(self):

@@ -59,7 +59,7 @@ def reads_of_steps(device, kind, folder, precision):
     return [sorted(found.items()) for found in counts]
 
 
-QUICK = {("classification", "fp16")}
+QUICK = {("classification", "fp16"), ("detection", "fp32")}
 CASES = [
     pytest.param(kind, precision, marks=() if (kind, precision) in QUICK else pytest.mark.exhaustive)
     for kind in ("text", "classification", "segmentation", "detection", "volume_risk")

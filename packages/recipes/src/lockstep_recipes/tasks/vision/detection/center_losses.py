@@ -68,7 +68,8 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
         own = torch.maximum(down[part, :, None], across[part, None, :])
         numbers.scatter_reduce_(0, picture[part, None, None].expand_as(own), own, "amin")
     heat = heat.view(pictures, classes, rows, columns)
-    heat[picture, targets.labels, row, column] = 1.0
+    one = heat.new_ones(())  # the host would wait for the copy of a number to a GPU
+    heat.index_put_((picture, targets.labels, row, column), one)
 
     # Row `none` of these is for cells without a box.
     owner = torch.cat([order, order.new_full((1,), none)])[numbers.long()]
