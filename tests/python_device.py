@@ -274,7 +274,9 @@ class PythonTensor(torch.Tensor):
     def __setitem__(self, index, value):
         """For CUDA, torch makes a number a tensor of the host, and copies it to the device: the host waits."""
         parts = index if isinstance(index, tuple) else (index,)
-        by_places = any(isinstance(part, torch.Tensor) and part.dtype not in (torch.bool, torch.uint8) for part in parts)
+        by_places = any(
+            isinstance(part, torch.Tensor) and part.dtype not in (torch.bool, torch.uint8) for part in parts
+        )
         if by_places and not isinstance(value, torch.Tensor):
             DEVICE.note("read index_put_ of a number")
         super().__setitem__(index, value)

@@ -19,7 +19,7 @@ from lockstep.core.parallel.precision import check_supported
 from tests.selection import mainly
 
 RECIPES = ["digits", "toy", "image_folder", "text", "ag_news", "docstrings"]
-SHIPPED = ["a100x8", "g5", "h100x8", "local", "p3"]
+SHIPPED = ["a100x8", "g5", "gpu", "h100x8", "local", "p3"]
 
 
 def preset(folder, **values):
@@ -173,7 +173,7 @@ def test_what_people_should_know_is_said():
         ("g5", 0, "1", [], "it needs a GPU, and this machine has none"),
         ("g5", 0, "auto", [], "it needs a GPU for each rank, and this machine has none"),
         ("h100x8", 4, None, [], "use --preset g5, or --nproc 4"),
-        ("h100x8", 2, None, [], "use --preset local, or --nproc 2"),
+        ("h100x8", 2, None, [], "use --preset gpu, or --nproc 2"),
         ("h100x8", 0, None, [], "use --preset local, or device=cpu"),
         ("h100x8", 8, None, [], None),
         ("h100x8", 4, "4", [], None),
@@ -257,4 +257,24 @@ def test_what_workers_prepare_ahead_of_a_training_fits_into_shared_memory(name, 
     keys = preset.keys
     waiting = int(preset.nproc) * keys["data.workers"] * keys["data.prefetch"] * keys["batch.micro"] * PICTURE
     assert waiting <= most_gb * 1e9
-    assert config_preset.read(name).apply(config_file.load("image_folder")).compute.numa_binding == "node"
+
+
+def test_a_preset_binds_ranks_to_cpus_only_where_numactl_is_installed(monkeypatch):
+    preset, config = config_preset.read("h100x8"), config_file.load("image_folder")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    bound = preset.apply(config)
+    assert bound.compute.numa_binding == "node"
+    assert not any("numactl" in line for line in preset.notes(config, bound))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    free = preset.apply(config)
+    assert free.compute.numa_binding is None
+    assert sum("numactl is missing" in line for line in preset.notes(config, free)) == 1
+    given = config_file.load("image_folder", ["compute.numa_binding=node"])
+    assert preset.apply(given, ["compute.numa_binding=node"]).compute.numa_binding == "node"  # it is strict
+
+
+def test_presets_have_smaller_micro_batches_for_large_samples():
+    for name in config_preset.presets():
+        preset = config_preset.read(name)
+        for kind in ("lm", "segmentation", "detection", "volume_risk") if name != "local" else ():
+            assert preset.tasks[kind]["batch.micro"] < preset.keys["batch.micro"]

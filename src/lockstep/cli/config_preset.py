@@ -7,6 +7,7 @@ tasks. This module imports no torch.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,7 +19,7 @@ from lockstep.configs import config_file, config_layers
 from lockstep.core.config.sections import RunConfig, all_keys
 from lockstep.core.errors import UsageError, did_you_mean
 
-_NPROC = "nproc"
+_NPROC, _NUMA = "nproc", "compute.numa_binding"
 _EXCEPTIONS = ("precision", "parallel.param_dtype")
 # These keys are free when a run resumes, but they say which run it is, how long it is, and when it is evaluated.
 _OF_THE_RUN = ("name", "train.", "schedule.")
@@ -61,7 +62,8 @@ class Preset:
         """`config` with the values of this preset.
 
         `batch.micro` is the largest micro-batch for this machine: it is reduced to the global batch. It is left out if
-        the config gives `batch.per_rank`, which is a micro-batch too.
+        the config gives `batch.per_rank`, which is a micro-batch too. `compute.numa_binding` is left out on a machine
+        without the program that it needs.
 
         Args:
             overrides: `key=value` texts, which `config` has already. They take precedence over the preset.
@@ -71,6 +73,8 @@ class Preset:
         """
         values = config.model_dump(by_alias=True, exclude_unset=True)  # code of the task may imply the others
         for path, value in self.keys_beside(config, overrides).items():
+            if path == _NUMA and shutil.which("numactl") is None:
+                continue
             if path == "batch.micro":
                 if config.batch.per_rank:
                     continue
@@ -95,6 +99,9 @@ class Preset:
         if before.batch.per_rank and self.nproc not in (None, "1"):
             line = "with batch.per_rank, the global batch of a new run depends on the number of ranks; batch.global "
             lines.append(f"{line}fixes it")
+        if self.keys.get(_NUMA) and not after.compute.numa_binding and shutil.which("numactl") is None:
+            line = "the program numactl is missing, so ranks are not bound to the CPUs near their GPUs"
+            lines.append(f"{line} ({_NUMA})")
         return [f"preset {self.name}: {line}" for line in lines]
 
     def check_fits(self, config: RunConfig, ranks: int | None, gpus: int) -> None:

@@ -15,6 +15,7 @@ from lockstep.core.part import Part
 from lockstep.core.writer import RunInfo, Writer
 from lockstep.parts import factory
 from lockstep.parts.model_summary import idle_ranks_warning, model_summary, warm_up_warning
+from lockstep.trainer import device_notes
 
 GROUP = "lockstep.parts"  # of entry points
 
@@ -88,7 +89,8 @@ def open_writers(run: Run, git: Mapping[str, Any] | None, *, quiet: bool) -> Non
     summary = model_summary(run.model, state.optimizer, sharded_over=sharded_over, blocks=run.blocks)
     warning = warm_up_warning(state.schedule, run.stop, config.schedule.warmup_share)
     warning += idle_ranks_warning(config.batch.global_ or 1, world.replicas)
-    for text in (*([header] if isinstance(header, str) else header), *summary, *run.messages, *warning):
+    notes = device_notes.lines(config, world.device)
+    for text in (*notes, *([header] if isinstance(header, str) else header), *summary, *run.messages, *warning):
         run.tell(text)
 
 
