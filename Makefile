@@ -10,7 +10,7 @@ OVER := .venv/trackers
 PEERS := .venv/peers
 MODELS := .venv/models
 
-.PHONY: demo test test-all test-gpu test-cluster test-slurm test-trackers check docs bench bench-peers clean
+.PHONY: demo test test-all test-gpu gpu-pack gpu-run test-cluster test-slurm test-trackers check docs bench bench-peers clean
 
 demo: $(DEMO_READY)
 	@rm -rf runs/demo
@@ -29,6 +29,14 @@ test-all: $(READY)
 # What the GPUs of this machine show, tests and figures: gpu-report.md. Without a GPU it says so, and ends without an error.
 test-gpu: $(READY)
 	$(BIN)/python -m tests.gpu.report
+
+# For a machine with a GPU, torch and transformers, but without a network: gpu-pack on a machine with a network makes .whl,
+# and gpu-run there takes at most eight minutes, with the most telling tests and figures first. PYTHON has torch.
+gpu-pack:
+	PYTHON=$(PYTHON) tests/gpu/pack.sh
+
+gpu-run:
+	PYTHON=$(PYTHON) tests/gpu/run.sh
 
 # Several nodes on this machine, in network namespaces, which need root. Without root it says so, and skips.
 # The hosts of `launch ssh` need sshd. The models of Kubernetes (50 MB) are installed over the environment, not into it.

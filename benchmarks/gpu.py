@@ -378,7 +378,7 @@ def run_model(arguments):
     task = task_of(arguments.as_model, sizes)
     flops = flops_of_sample(task, device)
     parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    saves = True
+    saves = arguments.saves
     for compiles, precision in itertools.product(arguments.compile, arguments.precisions):
         case = {"model": arguments.as_model, "precision": precision, "compile": compiles == "on"}
         about = case | {"batch": batch, "side": sizes.side, "flops": flops * batch, "parameters": parameters}
@@ -523,6 +523,7 @@ def main():
     parser.add_argument(
         "--workers", type=int, help="loader processes of each way; default: half of the cores, at most 8"
     )
+    parser.add_argument("--no-saves", dest="saves", action="store_false", help="measure no saves: they write gigabytes")
     parser.add_argument("--output", type=Path, help="write the page to this file; default: only print it")
     parser.add_argument("--as-model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

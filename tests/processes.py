@@ -34,7 +34,8 @@ _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 def environment(**extra):
     """The variables of this process, without those of ranks: a test may have set them here."""
     clean = {name: value for name, value in os.environ.items() if name not in _RANKS}
-    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])} | extra
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [clean.get("PYTHONPATH")])]
+    return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | extra
 
 
 def command(*arguments, torchrun=None):

@@ -22,7 +22,7 @@ class YoloLines:
         self.after_box = None if keypoints is None else keypoints[0] * keypoints[1]
         self.lengths: set[int] = set()
         self.shapes = {2, 3}
-        """The numbers of each keypoint for which every line would be a box with keypoints."""
+        """How many numbers each keypoint has, if every line is a box with keypoints."""
         self.lines = 0
         self.first = ""
 
