@@ -243,7 +243,7 @@ class Ours:
             "train": {"steps": 2**19},
             "optim": {"name": "AdamW", "lr": 1e-4, "clip_norm": 1.0, "fused": options["fused"]},
             "compute": {
-                "compile": "model" if options["compile"] else None,
+                "compile": "auto" if options["compile"] else None,
                 "compile_backend": options["backend"],
                 "channels_last": options["channels_last"],
             },

@@ -419,7 +419,7 @@ def test_blocks_that_are_called_with_keywords_alone_draw_the_same_dropout_again_
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
-@pytest.mark.parametrize("what", ["blocks", "model"])
+@pytest.mark.parametrize("what", ["auto", "blocks", "model"])
 def test_compiling_changes_no_name_and_no_result(what):
     torch.manual_seed(0)
     model = own_tasks.DeepModel(2, 0.0)
@@ -430,7 +430,14 @@ def test_compiling_changes_no_name_and_no_result(what):
     assert list(model.state_dict()) == names
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
-    assert compiled == (blocks if what == "blocks" else [model])
+    assert compiled == ([model] if what == "model" else blocks)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+def test_a_model_without_blocks_is_compiled_as_a_whole_by_auto():
+    model = nn.Linear(2, 2)
+    compile_modules(model, [], ComputeConfig(compile="auto", compile_backend="eager"))
+    assert model._compiled_call_impl is not None
 
 
 class OwnClass(nn.Module):

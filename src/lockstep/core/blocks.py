@@ -243,6 +243,8 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
         UsageError: the backend is unknown, the model has no blocks to compile, or torch cannot compile it as a whole.
     """
     what, backend = compute.compile, compute.compile_backend
+    if what == "auto":
+        what = "blocks" if blocks else "model"
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         problem = f"torch.compile has no backend {backend!r}"

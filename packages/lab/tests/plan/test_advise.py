@@ -198,7 +198,7 @@ def test_a_gpu_that_computes_little(tmp_path):
     figures = {"train/mfu": 0.1, "train/samples_per_s": 64_000.0}
     memory = {"peak_mb": 70_000.0, "activations_mb": 60_000.0}
     found = on_gpu(tmp_path, figures=figures, memory=memory, task={"kind": "segmentation"})["low utilisation"]
-    assert found.changes == ("compute.compile=blocks", "compute.channels_last=true")
+    assert found.changes == ("compute.compile=auto", "compute.channels_last=true")
     assert "1.0 ms: the host probably" in found.finding
     assert "3.0 times as fast at 30 %" in found.gain
     slow = on_gpu(tmp_path, figures={"train/mfu": 0.1}, memory=memory)["low utilisation"]

@@ -141,8 +141,9 @@ def _of_torchtitan(mode: Any) -> Any:
 class ComputeConfig(Section):
     """The ways to compute the forward pass. The training is the same to rounding."""
 
-    compile: Literal["blocks", "model"] | None = None
-    """Apply `torch.compile` to each repeated block, or to the model."""
+    compile: Literal["auto", "blocks", "model"] | None = None
+    """Apply `torch.compile` to each repeated block, or to the model. `auto`: to the blocks, if there are some. Models of
+    transformers that are compiled as a whole lose flash attention, because a mask appears while torch traces them."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile`."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"

@@ -247,7 +247,7 @@ def _mfu(figures: Figures) -> Iterator[Advice]:
     micro_s = figures.step_s / figures.accumulation
     changes = []
     if figures.key("compute.compile") is None:
-        changes.append("compute.compile=blocks")
+        changes.append("compute.compile=auto")
     if str(figures.key("task.kind")) in _PICTURES and not figures.key("compute.channels_last"):
         changes.append("compute.channels_last=true")
     finding = f"The GPU reaches {mfu:.0%} of its peak"

@@ -83,9 +83,9 @@ REFUSED = {
     "optim_args": "remove optim, and set optim.name=CLASS optim.args={...}",
     "optim_target_modules": "optim.groups: lockstep --explain optimizers",
     "parallelism_config": "parallel.strategy=fsdp, or parallel.tensor: lockstep --explain mesh",
-    "torch_compile": "compute.compile=blocks",
-    "torch_compile_backend": "compute.compile=blocks",
-    "torch_compile_mode": "compute.compile=blocks",
+    "torch_compile": "compute.compile=auto",
+    "torch_compile_backend": "compute.compile=auto",
+    "torch_compile_mode": "compute.compile=auto",
     "train_sampling_strategy": "data.group_by_length=N, for data with the attribute `lengths`",
     "use_liger_kernel": "change the model before passing it",
 }
