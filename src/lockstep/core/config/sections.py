@@ -142,8 +142,8 @@ class ComputeConfig(Section):
     """The ways to compute the forward pass. The training is the same to rounding."""
 
     compile: Literal["auto", "blocks", "model"] | None = None
-    """Apply `torch.compile` to each repeated block, or to the model. `auto`: to the blocks, if there are some. Models of
-    transformers that are compiled as a whole lose flash attention, because a mask appears while torch traces them."""
+    """Apply `torch.compile` to each repeated block, or to the model. `auto`: to the blocks, if there are any. A
+    transformers model that is compiled as a whole loses flash attention: a mask appears while torch traces it."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile`."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
