@@ -10,7 +10,7 @@ from lockstep import LockstepError, Trainer
 from lockstep.cli import application as cli
 from lockstep.core import evaluation_progress, evaluation_run
 from lockstep.parts import evaluations_file
-from tests import runs
+from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
 TASK = """
@@ -164,3 +164,27 @@ def test_a_result_without_the_name_of_its_set_is_an_error_before_the_first_step(
 def test_where_nothing_is_evaluated_the_log_names_the_key(tmp_path, config):
     fit(config | {"train": {"steps": 2}, "checkpoint": {}}, tmp_path / "run")
     assert "nothing is evaluated; train.eval_every_epochs=1" in (tmp_path / "run/train.log").read_text()
+
+
+class BrokenEvaluation(own_tasks.FromFiles):
+    def eval_data(self):
+        return own_tasks.Files(40, broken=[3, 39])
+
+
+def fit_broken(folder):
+    settings = runs.config(data={"on_error": "skip"}, train={"steps": 2, "eval_every_steps": 2})
+    return Trainer(settings, run_dir=folder, quiet=True).fit(BrokenEvaluation())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_samples_of_an_evaluation_that_cannot_be_read_are_named(tmp_path, world, capfd):
+    assert run_ranks(world, fit_broken, str(tmp_path))[0]["eval/bad"] == 2
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    named = [line.partition("evaluation, left out: ")[2] for line in lines if "left out" in line]
+    assert [line.partition(": OSError: truncated file")[0] for line in named] == [
+        f"folder/{index:03}.png: sample {index} cannot be read" for index in (3, 39)
+    ]
+    settings = runs.config(data={"on_error": "skip"}, train={"steps": 2, "eval_every_steps": 2})
+    capfd.readouterr()
+    assert Trainer(settings, run_dir=tmp_path).evaluate(BrokenEvaluation())["bad"] == 2
+    assert "evaluation, left out: folder/003.png" in capfd.readouterr().err

@@ -55,6 +55,7 @@ def evaluate(
     world: World,
     precision: Precision,
     tick: Tick = _nothing,
+    tell: Callable[[str], None] = _nothing,
     show: Show = _nothing,
     show_samples: Sequence[int] = (),
     worst: WorstSamples | None = None,
@@ -67,6 +68,7 @@ def evaluate(
     Args:
         forward: a `Forward`, see `Strategy.inference`.
         tick: called after each of this rank's micro-batches; all ranks have equally many.
+        tell: called on rank 0 for each sample that cannot be read, with its file and the reason.
         show: called on rank 0, if there are metrics or outputs to show.
         show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
             be read or have no output, and all samples if the output has no part for each sample.
@@ -84,7 +86,7 @@ def evaluate(
         if number and number % per_shard == 0:
             tally.begin_shard()
         tally.add(micro_batch)
-    results = tally.results(show)
+    results = tally.results(show, tell)
     return results if plan.limit is None else results | {"of_samples": plan.length}
 
 
@@ -108,7 +110,8 @@ class EvaluationSums:
             self.update = metric_sync.place(self.metrics, self.update, world.device)
         self.sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []  # loss sums and units of each micro-batch
         self.shown: dict[int, Any] = {}
-        self.samples = self.bad = 0
+        self.samples = 0
+        self.bad: dict[int, str] = {}  # the message about each sample that could not be read, by its index
         self.earlier: list[list[metric_sync.State]] = []  # the states of the metrics of earlier shards
 
     def begin_shard(self) -> None:
@@ -122,7 +125,7 @@ class EvaluationSums:
         task, metrics, indices = self.task, self.metrics, micro_batch.indices
         wants = metrics is not None
         by_head, output = measure(task, self.forward, micro_batch, precision=self.precision, wants_output=wants)
-        self.bad += len(micro_batch.bad)
+        self.bad |= dict(micro_batch.bad)
         if micro_batch.filler:
             return
         self.sums.append((by_head, micro_batch.weights or dict.fromkeys(by_head, float(micro_batch.samples))))
@@ -143,13 +146,16 @@ class EvaluationSums:
         """The loss sums and the units of each micro-batch. This waits for the device."""
         return [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
 
-    def results(self, show: Show) -> dict[str, float]:
-        """The results of `evaluate`. Brings the ranks together, and calls `show`. A collective."""
+    def results(self, show: Show, tell: Callable[[str], None]) -> dict[str, float]:
+        """The results of `evaluate`. Brings the ranks together, and calls `tell` and `show`. A collective."""
         task, world, worst = self.task, self.world, self.worst
-        gathered = world.gather_once((self.losses(), self.shown))
-        losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
+        gathered = world.gather_once((self.losses(), self.shown, self.bad))
+        losses = None if gathered is None else [sums_of_rank for sums_of_rank, *_ in gathered]
+        bad = {index: message for *_, of_rank in gathered or () for index, message in of_rank.items()}
+        for _, message in sorted(bad.items()):
+            tell(f"evaluation, left out: {message}")
         results: dict[str, float] = world.broadcast(means(losses, task.coefficients))
-        by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
+        by_index = {index: part for _, of_rank, _ in gathered or () for index, part in of_rank.items()}
         values: dict[str, Any] = {}
         if self.metrics is not None:
             flat, values = metric_sync.compute(self.metrics, world, self.earlier)
@@ -159,7 +165,7 @@ class EvaluationSums:
             worst.gather(world)
         if values or by_index or (worst is not None and (worst.found or worst.problem)):
             show(values, [(index, by_index[index]) for index in self.show_samples if index in by_index])
-        counted = world.sum_once([self.samples, self.bad])
+        counted = world.sum_once([self.samples, len(self.bad)])
         return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 

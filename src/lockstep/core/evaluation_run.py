@@ -106,7 +106,7 @@ def evaluate(
 
     Args:
         step: of the training, for viewers.
-        tell: takes lines on the progress.
+        tell: takes lines on the progress, and on samples that cannot be read.
         tick: is called after each micro-batch, on all ranks alike.
 
     Returns:
@@ -134,6 +134,7 @@ def evaluate(
             world=world,
             precision=precision,
             tick=count,
+            tell=tell,
             show=show,
             show_samples=tuple(wanted),
             worst=worst,
