@@ -29,7 +29,7 @@ MOMENTS = {
     "batch": ("before the step", "before the forward"),
 }
 
-STRATEGIES = (("ddp", 3), ("ddp", 2), ("fsdp", 3), ("fsdp", 2), ("single", 1))
+STRATEGIES = (("ddp", 2), ("fsdp", 2), ("single", 1), ("ddp", 3), ("fsdp", 3))
 EVERY, CHECKED, BEFORE, BETWEEN = 5, 10, 9, 7
 
 
