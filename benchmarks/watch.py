@@ -1,6 +1,7 @@
 """The watch: what it finds, its false verdicts on correct trainings, and its cost.
 
     python benchmarks/watch.py faults [--steps 400] [--every 10] [--rates 1 0.1 0.01 0.001] [--strategies ddp fsdp]
+    python benchmarks/watch.py single
     python benchmarks/watch.py clean  [--total 100000] [--each 250] [--every 5] [--part 1/4]
     python benchmarks/watch.py cost   [--rounds 7] [--steps 200] [--every 100] [--sizes small large]
 
@@ -10,7 +11,9 @@ has, and prints a table of all that FILE has. So it can be stopped and resumed, 
 `faults`: on rank 1 of three, or with the strategy `single` on a single rank, a bit is flipped (the highest of the
 mantissa) in an activation, a gradient, a weight, the optimizer's state or a reduced gradient, in a fraction of the
 passes or updates, or the weights drift by 1e-7 in each update: `tests/watch/faults.py`. The output is the verdict, and
-after how many checks it came, from the first time that the fault struck. `clean`: longer versions of the trainings of
+after how many checks it came, from the first time that the fault struck. `single`: a bit flips once, in a
+training with a check every 5 steps, at each moment of a step (`tests/watch/strikes.py`): at a check, just before it, or
+between checks. The output is how many have the right verdict and rank. `clean`: longer versions of the trainings of
 `same_results_cases.py`, which are those of all recipes at tiny sizes and more, each with and without
 `compute.deterministic`, with a check every few steps. Any verdict there is false. `cost`: the processor time of a rank,
 with and without the watch in turn, with one micro-batch per step; and the fraction of it that is spent on checks, which
@@ -34,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from tests.watch import bench, cases  # noqa: E402
+from tests.watch import bench, cases, strikes  # noqa: E402
 from tests.watch.faults import KINDS  # noqa: E402
 
 Job = dict[str, Any]
@@ -73,6 +76,26 @@ def faults(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
             about["checks"] = -(-verdict["step"] // options.every) - struck[0] // options.every
             about |= {"verdict": verdict["kind"], "ranks": verdict["ranks"], "tensor": verdict["tensor"]}
         yield name, about
+
+
+def single(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    """A bit that flips once: of each kind, at each moment of a step, at a check, just before it, and between checks."""
+    from tests.ranks import run_ranks
+
+    for (strategy, world), (kind, moment, step) in itertools.product(strikes.STRATEGIES, strikes.cases()):
+        name = f"{strategy} {world}: {kind}, {moment} {step}"
+        if (yield name, {}):
+            continue
+        rank, right = min(1, world - 1), strikes.right_verdict(strategy, kind, moment, step)
+        strike = {"kind": kind, "moment": moment, "step": step, "rank": rank}
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder, "run")
+            answers = run_ranks(world, strikes.struck, strike, strikes.settings_for(strategy, world), run)
+            verdict = cases.verdict_of(run) or {"kind": None, "ranks": []}
+        assert answers[rank]["struck"], name
+        is_right = verdict["kind"] == right and (right is None or verdict["ranks"] == [rank])
+        about = {"group": f"{strategy} {world}", "right": is_right, "expected": right, "error": answers[0]["error"]}
+        yield name, about | {"verdict": verdict["kind"], "ranks": verdict["ranks"]}
 
 
 def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
@@ -183,6 +206,18 @@ def table(mode: str, done: dict[str, Job]) -> None:
         for name, one in done.items():
             verdict = f"{one['verdict']} {one.get('ranks')} {one.get('tensor')}" if one["verdict"] else "nothing found"
             print(f"{name:<30}{one['struck']:>7}{one['checks'] if one['checks'] is not None else '':>8}  {verdict}")
+    elif mode == "single":
+        for group in dict.fromkeys(one["group"] for one in done.values()):
+            of = [one for one in done.values() if one["group"] == group]
+            seen = [one for one in of if one["expected"] is not None]
+            right, blind = sum(one["right"] for one in seen), [one for one in of if one["expected"] is None]
+            wrong = sum(one["verdict"] is not None for one in blind)
+            print(
+                f"{group:<10}{right} of {len(seen)} right; {len(blind)} that no check can see, {wrong} with a verdict"
+            )
+        for name, one in done.items():
+            if not one["right"]:
+                print(f"  {name}: {one['verdict']} {one['ranks']}, and not {one['expected']}: {one['error'][:200]}")
     elif mode == "clean":
         wrong = {name: one for name, one in done.items() if one["error"]}
         print(f"{sum(one['steps'] for one in done.values()):,} steps in {len(done)} trainings, {len(wrong)} errors")
@@ -197,7 +232,7 @@ def table(mode: str, done: dict[str, Job]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["faults", "clean", "cost"])
+    parser.add_argument("mode", choices=["faults", "single", "clean", "cost"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int)
@@ -210,13 +245,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", nargs="+", choices=[*bench.SIZES], default=[*bench.SIZES])
     options = parser.parse_args()
-    options.every = options.every or {"faults": 10, "clean": 5, "cost": 100}[options.mode]
+    options.every = options.every or {"faults": 10, "clean": 5, "cost": 100}.get(options.mode, strikes.EVERY)
     out = options.out or Path(f"watch-{options.mode}.jsonl")
     done = {}
     if out.exists():
         done = {one.pop("name"): one for one in map(json.loads, out.read_text().splitlines())}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    jobs = {"faults": faults, "clean": clean, "cost": cost}[options.mode](options)
+    jobs = {"faults": faults, "single": single, "clean": clean, "cost": cost}[options.mode](options)
     answer = None
     try:
         while True:

@@ -44,16 +44,16 @@ class Restless(own_tasks.Deep):
 
 
 def trained(settings):
-    """Final weights, results, and the steps that a whole check has confirmed."""
-    confirmed, end = [], Watch._end
+    """Final weights, results, and the steps that a whole check has seen."""
+    checked, end = [], Watch._end
 
     def noted(watch, *arguments):
         end(watch, *arguments)
-        confirmed.append(watch.run.confirmed_step)
+        checked.append(watch.run.checked_step)
 
     dtype = getattr(torch, settings.pop("dtype"))
     with mock.patch.object(Watch, "_end", noted):
-        return *runs.fit(Restless(dtype=dtype), settings), confirmed
+        return *runs.fit(Restless(dtype=dtype), settings), checked
 
 
 CASES = {
@@ -85,8 +85,8 @@ def test_weights_are_the_same_bits_with_the_watch_and_without(name):
     settings = settings_for(world, parallel, more["accumulate"], train=train, **sections) | {"dtype": more["dtype"]}
     plain = run_ranks(world, trained, settings)
     watched = run_ranks(world, trained, settings | {"watch": {"every": 2}})
-    for (weights, results, _), (others, other_results, confirmed) in zip(plain, watched, strict=True):
-        assert confirmed == [1, 3, 5, 7, 9, 10]
+    for (weights, results, _), (others, other_results, checked) in zip(plain, watched, strict=True):
+        assert checked == [1, 3, 5, 7, 9, 10]
         assert weights.keys() == others.keys()
         assert all(torch.equal(weights[key], others[key]) for key in weights)
         assert results["train/loss"] == other_results["train/loss"]

@@ -1,4 +1,4 @@
-"""On several nodes, the node of a guilty rank takes no part any more, and the others go on from what is confirmed."""
+"""On several nodes, the node of a guilty rank takes no part any more, and the others go on from what is checked."""
 
 import json
 import os

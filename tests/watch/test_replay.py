@@ -34,7 +34,7 @@ def test_a_replay_is_the_training(tmp_path, strategy):
     run_ranks(2, cases.end_of, None, settings, tmp_path)
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     logged = {one["step"]: one for one in logged if "train/loss" in one}
-    assert store.listed(tmp_path / "checkpoints")[0].confirmed_step == 12
+    assert store.listed(tmp_path / "checkpoints")[0].checked_step == 12
     for begin in (0, 6):
         ranks = run_ranks(2, replayed, settings, tmp_path, begin, 9)
         for steps, digests in ranks:
@@ -50,7 +50,7 @@ def test_a_replay_is_the_training(tmp_path, strategy):
         assert one == other, "the state of step 12, made again, has the bits of its checkpoint"
 
 
-def test_confirmed_checkpoints_and_suspects_are_listed(tmp_path, capsys):
+def test_checked_checkpoints_and_suspects_are_listed(tmp_path, capsys):
     from lockstep.cli import inventory
     from lockstep.core.checkpoint.retention import CheckpointConfig
 
@@ -59,7 +59,7 @@ def test_confirmed_checkpoints_and_suspects_are_listed(tmp_path, capsys):
     assert torch.load(tmp_path / "watch/step-9/rank-0.pt", weights_only=False)["step"] == 9
     assert inventory.show(tmp_path / "checkpoints", CheckpointConfig(keep_last=9), check=True, prune=False)
     shown = capsys.readouterr().out
-    assert shown.count("  valid  confirmed") == 3
+    assert shown.count("  valid  checked") == 3
     assert "suspect-step-00000008  SET ASIDE by the watch" in shown
     kept = CheckpointConfig(keep_last=1).reasons(store.listed(tmp_path / "checkpoints"))
-    assert kept == {6: ["last", "confirmed"]}
+    assert kept == {6: ["last", "checked"]}

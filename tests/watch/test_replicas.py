@@ -78,7 +78,7 @@ def test_a_flipped_bit_is_named_before_the_state_is_saved(tmp_path, name, rank, 
         assert f"the memory or the device of rank {rank}" in text  # as the steps say when they are made again
         assert "more tensors" not in text
     # The check of step 2 was whole, and replicas were the same after it.
-    assert [(one.step, one.confirmed_step) for one in store.listed(tmp_path / "run/checkpoints")] == [(2, 2)]
+    assert [(one.step, one.checked_step) for one in store.listed(tmp_path / "run/checkpoints")] == [(2, 2)]
 
 
 class Rogue(Part):

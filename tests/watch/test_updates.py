@@ -21,8 +21,8 @@ from tests.ranks import run_ranks
 from tests.selection import mainly
 from tests.watch import cases
 
-# Strategy and ranks, fault, the tensor that is named, the step at which it is found, and what is confirmed then: what
-# was confirmed before the last two checks, which look at all rows together.
+# Strategy and ranks, fault, the tensor that is named, the step at which it is found, and what is checked then: what
+# was checked before the last two checks, which look at all rows together.
 FAULTS = {
     "fsdp 3, weight": ("fsdp", 3, {"kind": "weight"}, "inner.weight", 9, 2),
     "fsdp 3, optimizer": ("fsdp", 3, {"kind": "optimizer"}, "inner.weight", 9, 2),
@@ -36,7 +36,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", mainly(["fsdp 3, optimizer", "single, weight"], list(FAULTS)))
 def test_an_update_that_is_not_what_the_optimizer_makes_is_found(tmp_path, name):
-    strategy, world, fault, tensor, step, confirmed = FAULTS[name]
+    strategy, world, fault, tensor, step, checked = FAULTS[name]
     texts = run_ranks(world, cases.end_of, {"after": 9, **fault}, cases.settings(world, strategy), tmp_path)
     verdict, rank = cases.verdict_of(tmp_path), fault.get("rank", 1)
     assert (verdict["kind"], verdict["guilty"], verdict["tensor"]) == ("memory", [rank], tensor)
@@ -44,9 +44,9 @@ def test_an_update_that_is_not_what_the_optimizer_makes_is_found(tmp_path, name)
         assert (
             f"step {step}, watch.every=3: memory: rows of {tensor} on rank {rank} differ from a repetition of" in text
         )
-        assert f"The run is confirmed up to step {confirmed}" in text
-    good = list(range(2, confirmed + 1, 2))
-    assert cases.saved(tmp_path) == (good, list(range(confirmed + 2, step, 2)))
+        assert f"The last check that counts is that of step {-(-checked // 3) * 3}." in text
+    good = list(range(2, checked + 1, 2))
+    assert cases.saved(tmp_path) == (good, list(range(checked + 2, step, 2)))
 
 
 class Between(Part):
@@ -219,7 +219,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", mainly(["single, all", "single, in pieces"], list(TRAININGS)))
-def test_nothing_is_found_where_nobody_lies_and_all_is_confirmed(tmp_path, name, monkeypatch):
+def test_nothing_is_found_where_nobody_lies_and_all_is_checked(tmp_path, name, monkeypatch):
     world, parallel, sections = TRAININGS[name]
     if "pieces" in name:
         monkeypatch.setattr(updates, "piece_length", lambda device: 16)
@@ -229,7 +229,7 @@ def test_nothing_is_found_where_nobody_lies_and_all_is_confirmed(tmp_path, name,
     else:
         assert run_ranks(world, cases.end_of, None, settings, tmp_path) == [None] * world
     assert "the watch" not in (tmp_path / "train.log").read_text()
-    assert store.listed(tmp_path / "checkpoints")[0].confirmed_step == 12
+    assert store.listed(tmp_path / "checkpoints")[0].checked_step == 12
 
 
 class Overflowing(cases.Single):

@@ -1,4 +1,4 @@
-"""Ranks that lie are found, with the right verdict, and nothing that is not confirmed is gone on from."""
+"""Ranks that lie are found, with the right verdict, and a run resumes from a checked checkpoint."""
 
 import types
 
@@ -42,7 +42,7 @@ FAULTS = {
     "ddp 3, drift": ("ddp", 3, {"kind": "drift", "after": 10, "rank": 2}, ("device", [2], "model.", 8)),
     "fsdp 3, activation": ("fsdp", 3, {"kind": "activation", "after": 9}, ("device", [1], "the loss", 9)),
     "fsdp 3, gradient": ("fsdp", 3, {"kind": "gradient", "after": 9}, ("device", [1], "inner.weight", 9)),
-    "fsdp 3, reduced": ("fsdp", 3, {"kind": "reduced", "after": 12}, ("link", [1], "inner.weight", 9)),
+    "fsdp 3, reduced": ("fsdp", 3, {"kind": "reduced", "after": 12}, ("memory", [1], "inner.weight", 9)),
 }
 KEPT = ["ddp 3, activation", "ddp 2, weight once", "fsdp 3, reduced"]
 
@@ -58,17 +58,17 @@ def test_a_fault_is_found_with_its_rank(tmp_path, name):
     assert f"the watch ends the run at step {step}: {kind}: " in (tmp_path / "train.log").read_text()
     for rank, text in enumerate(texts):
         assert f"step {step}, watch.every=3: {kind}: " in text
-        assert "The run is confirmed up to step 6" in text
+        assert "The last check that counts is that of step 6. No check looked at the gradients of steps 4 to 5." in text
         assert cases.evidence_of(tmp_path, step, rank)["rank"] == rank
     aside = [8] if step == 9 else []
     assert cases.saved(tmp_path) == ([2, 4, 6], aside)
-    assert store.listed(tmp_path / "checkpoints")[0].confirmed_step == 6
+    assert store.listed(tmp_path / "checkpoints")[0].checked_step == 6
     if name == KEPT[0]:
         kept = cases.evidence_of(tmp_path, step, 0)
         assert kept["facts"]["repeats"][1][0].losses != kept["facts"]["repeats"][0][0].losses
         assert len(kept["inputs"][0]) == len(kept["indices"]) == 8
-        assert any("same command resumes from the confirmed checkpoint of step 6" in text for text in texts)
-        # The machine is repaired: the same command goes on, from what was confirmed, to the end.
+        assert any("same command resumes from the last checked checkpoint, of step 6" in text for text in texts)
+        # The machine is repaired: the same command goes on, from what was checked, to the end.
         assert run_ranks(world, cases.end_of, None, cases.settings(world, strategy), tmp_path) == [None] * 3
         assert cases.saved(tmp_path) == ([2, 4, 6, 8, 10, 12], aside)
 
@@ -97,16 +97,16 @@ def test_a_training_that_does_not_repeat_is_compared_within_rounding_and_a_fault
     assert run_ranks(3, cases.end_of, None, settings, tmp_path / "clean", "Trembling") == [None] * 3
     log = (tmp_path / "clean/train.log").read_text()
     assert log.count("has a different loss or gradient when recomputed, first in mul at cases.py") == 1
-    assert store.listed(tmp_path / "clean/checkpoints")[0].confirmed_step == 9
+    assert store.listed(tmp_path / "clean/checkpoints")[0].checked_step == 9
     fault = {"kind": "activation", "after": 14}
     texts = run_ranks(3, cases.end_of, fault, settings, tmp_path / "faulty", "Trembling")
     assert all("device: the device of rank 1" in text for text in texts)
 
 
-def test_a_loss_that_draws_without_a_seed_confirms_nothing(tmp_path):
+def test_a_loss_that_draws_without_a_seed_passes_no_check(tmp_path):
     assert run_ranks(1, cases.end_of, None, cases.settings(1, "single"), tmp_path, "UnseededLoss") == [None]
     assert (tmp_path / "train.log").read_text().count("it draws unseeded numbers, or its terms cancel") == 1
-    assert {one.confirmed_step for one in store.listed(tmp_path / "checkpoints")} == {-1}
+    assert {one.checked_step for one in store.listed(tmp_path / "checkpoints")} == {-1}
 
 
 @pytest.mark.exhaustive

@@ -26,16 +26,14 @@ def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) ->
     checkpoints = [one for one in checkpoints if not faults.get(one.step) or store.is_there(one.path)]
     faults = {checkpoint.step: faults[checkpoint.step] for checkpoint in checkpoints if checkpoint.step in faults}
     reasons = retention.reasons(checkpoints)
-    confirmed = max(
-        (evidence.confirmed_step(folder.parent, checkpoint) or -1 for checkpoint in checkpoints), default=-1
-    )
+    checked = max((evidence.checked_step(folder.parent, checkpoint) or -1 for checkpoint in checkpoints), default=-1)
     for checkpoint in checkpoints:
         state = ""
         if checkpoint.step in faults:
             damage = "; ".join(faults[checkpoint.step])
             state = f"  DAMAGED: {damage}" if damage else "  valid"
-        if confirmed >= 0:
-            state += "  confirmed" if checkpoint.step <= confirmed else "  not confirmed yet"
+        if checked >= 0:
+            state += "  checked" if checkpoint.step <= checked else "  not checked yet"
         print(f"{_line(checkpoint)}  kept: {', '.join(reasons.get(checkpoint.step, ['no']))}{state}")
     best = retention.best_of(checkpoints)
     if best is not None and retention.best is not None:

@@ -90,8 +90,10 @@ class Run:
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     moves_in_passes: list[str] = field(default_factory=list)
     """Parameters that the forward passes of the training write, as far as this process has seen."""
-    confirmed_step: int | None = None
-    """The last step at which a whole check of the watch passed. None: there was none."""
+    checked_step: int | None = None
+    """The last step whose state a check of the watch has seen that passed. None: there was none."""
+    checks: int = 0
+    """How many checks have passed, in all starts of the run."""
     evaluated: list[EvaluationData] = field(default_factory=list)
     """The sets of data that the training evaluates. Empty: it evaluates nothing."""
     writers: list[Writer] = field(default_factory=list)

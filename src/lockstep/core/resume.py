@@ -271,7 +271,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         **({"schedule_own": schedule(updates - 1)} if schedule.own is not None and updates else {}),
         **({"plateau": [schedule.history.metric, schedule.history.results]} if schedule.history else {}),
         "warnings": run.warnings,
-        **({"confirmed_step": run.confirmed_step} if run.confirmed_step is not None else {}),
+        **({"checked_step": run.checked_step, "checks": run.checks} if run.checked_step is not None else {}),
         **({"passes": _passes(run), "moves_in_passes": run.moves_in_passes} if run.moves_in_passes else {}),
         "evaluations": run.stopping.history.results if run.stopping.history else [],
         "evaluations_of": run.stopping.rule.metric if run.stopping.rule else None,

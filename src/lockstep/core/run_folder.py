@@ -47,7 +47,7 @@ OURS: Mapping[str, str] = {
     "pictures": r".+-step-\d{8,}\.png",
     "profile": r"rank\d+\.(json|txt)",
     "memory": r"rank\d+\.pickle",
-    "watch": r"step-\d+|(verdict|confirmed)\.json",
+    "watch": r"step-\d+|(verdict|checked)\.json",
     "configs": r"until-\d{8,}\.yaml",
     "tensorboard": r"events\.out\.tfevents\..+",
     "task": "",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -76,6 +77,8 @@ class TrainState:
     agreed: heads.AgreedLosses | None = None
     """Facts on the losses that all ranks know. None before the first step of this process, and whenever other
     parameters begin to train."""
+    changing_gradients: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Encloses each change of gradients after their exchange."""
 
     @property
     def forward(self) -> nn.Module:
@@ -215,13 +218,15 @@ def exact_step(
     if not any(result.totals.values()):
         return _skipped(state, result)
     parameters = state.parameters
-    if rest != 1.0:
-        scale_grads(parameters, rest)
-    state.precision.scaler.unscale_(state.optimizer)
+    with state.changing_gradients():
+        if rest != 1.0:
+            scale_grads(parameters, rest)
+        state.precision.scaler.unscale_(state.optimizer)
     if want_norm or state.clip_norm is not None:
         result.grad_norm = grad_norm(parameters, same_bits=state.world.virtual_ranks is not None)
     if state.clip_norm is not None and result.grad_norm is not None:
-        clip_grads(parameters, state.clip_norm, result.grad_norm)
+        with state.changing_gradients():
+            clip_grads(parameters, state.clip_norm, result.grad_norm)
     result.applied = state.precision.step(state.optimizer)
     state.optimizer.zero_grad(set_to_none=True)
     state.skipped += not result.applied

@@ -218,7 +218,8 @@ def prepare(setup: Setup, task: Task, world: World) -> Run:
     run = run_at(setup, task, world, checkpoint)
     if checkpoint is not None:
         run.messages += run_record.changed_kind(setup.run_dir, world)
-        run.confirmed_step = evidence.confirmed_step(setup.run_dir, checkpoint)
+        run.checked_step = evidence.checked_step(setup.run_dir, checkpoint)
+        run.checks = checkpoint.manifest.get("checks", 0)
         if world.rank == 0 and not setup.quiet:
             print("\n".join([*complaints, f"resuming {setup.run_dir} at step {run.state.step}"]))
     run.messages += [*methods_not_called(task), *of_data.lines(run.plan), *stream.lines(run)]

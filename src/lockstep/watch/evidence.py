@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lockstep.core.data.tensors import to_cpu
 from lockstep.core.errors import WatchError
 from lockstep.watch.verdict import Verdict
 
-VERDICT, CONFIRMED = "verdict.json", "confirmed.json"
+VERDICT, CHECKED = "verdict.json", "checked.json"
 
 
 def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[str, Any], verdict: Verdict) -> str:
@@ -63,21 +63,39 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
     return where
 
 
-def note_confirmed(run: Run) -> None:
-    """Write up to which step a run is confirmed. Checkpoints that were saved before lack it. Called on rank 0."""
+def note_checked(run: Run) -> None:
+    """Write which state of a run a check has seen. Checkpoints that were saved before lack it. Called on rank 0."""
     with contextlib.suppress(OSError):
         (run.folder / "watch").mkdir(exist_ok=True)
-        atomic.write_text(run.folder / "watch" / CONFIRMED, json.dumps({"step": run.confirmed_step}))
+        atomic.write_text(run.folder / "watch" / CHECKED, json.dumps({"step": run.checked_step}))
 
 
-def confirmed_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
-    """Up to which step a run that resumes from a checkpoint is confirmed. None: no step."""
+def checked_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
+    """The last step whose state a check has seen, of a run that resumes from a checkpoint. None: there is none."""
     if checkpoint is None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        noted = int(json.loads((run_dir / "watch" / CONFIRMED).read_text())["step"])
-        return max(checkpoint.confirmed_step, min(noted, checkpoint.step))
-    return checkpoint.confirmed_step if checkpoint.confirmed_step >= 0 else None
+        noted = int(json.loads((run_dir / "watch" / CHECKED).read_text())["step"])
+        return max(checkpoint.checked_step, min(noted, checkpoint.step))
+    return checkpoint.checked_step if checkpoint.checked_step >= 0 else None
+
+
+def so_far(run: Run, passed: Sequence[int]) -> str:
+    """A sentence on what earlier checks have compared.
+
+    Args:
+        passed: the steps of the checks that have passed in this process.
+    """
+    step = run.checked_step
+    if step is None:
+        return "No earlier check had passed"
+    counting = [run.first_step, *(one for one in passed if one <= step + 1)]
+    if len(counting) == 1:
+        return f"The last check that counts is of an earlier start: it saw the state after step {step}"
+    before, last = counting[-2:]
+    steps = f"step {last - 1}" if before + 2 == last else f"steps {before + 1} to {last - 1}"
+    gap = f". No check looked at the gradients of {steps}" if before + 1 < last else ""
+    return f"The last check that counts is that of step {last}{gap}"
 
 
 def device_name(device: torch.device) -> str:
@@ -88,7 +106,7 @@ def device_name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def setting_aside(run: Run) -> Generator[None, None, None]:
-    """Around a training: if the watch ends it, checkpoints that it had not confirmed are renamed `suspect-...`.
+    """Around a training: if the watch ends it, checkpoints that no check has seen are renamed `suspect-...`.
 
     It encloses the last save, which may still be in progress when the watch fires.
     """
@@ -100,7 +118,7 @@ def setting_aside(run: Run) -> Generator[None, None, None]:
 
 
 def _set_aside(run: Run) -> str:
-    """Rename the unconfirmed checkpoints. Returns a sentence on what is left."""
+    """Rename the checkpoints that no check has seen. Returns a sentence on what is left."""
     if run.held is not None:
         run.held.check()
     aside = [_renamed(one.path) for one in suspects(run)]
@@ -108,7 +126,7 @@ def _set_aside(run: Run) -> str:
     left = next(iter(store.listed(run.folder / "checkpoints")), None)
     if left is None:
         return f"{text}No checkpoint is left: the same command starts from the beginning"
-    return f"{text}The same command resumes from the confirmed checkpoint of step {left.step}"
+    return f"{text}The same command resumes from the last checked checkpoint, of step {left.step}"
 
 
 def _renamed(checkpoint: Path) -> str:
@@ -122,6 +140,6 @@ def _renamed(checkpoint: Path) -> str:
 
 
 def suspects(run: Run) -> list[Checkpoint]:
-    """The unconfirmed checkpoints, the newest first."""
-    confirmed = -1 if run.confirmed_step is None else run.confirmed_step
-    return [one for one in store.listed(run.folder / "checkpoints") if one.step > confirmed]
+    """The checkpoints after the last check that counts, the newest first."""
+    checked = -1 if run.checked_step is None else run.checked_step
+    return [one for one in store.listed(run.folder / "checkpoints") if one.step > checked]

@@ -17,7 +17,7 @@ from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
-from lockstep.core.errors import WatchError
+from lockstep.core.errors import WatchError, number_of
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.part import Training
@@ -127,7 +127,9 @@ class Watch(BuiltInPart):
         self.has_repeated = self.has_saved = False
         self.sees_exchange = True
         self.pending: _Pending | None = None
-        self.checked_at = self.compared_at = -1
+        self.passed: list[int] = []
+        """The steps of the checks that have passed in this process."""
+        self.compared_at = -1
         self.tell: Callable[[str], None] = lambda text: None
         self.histories = (FigureHistory("loss"), FigureHistory("gradient's norm"))
 
@@ -150,9 +152,9 @@ class Watch(BuiltInPart):
         inside = training
         if not self.due(inside.step):
             return
+        self.updates.begin(inside)
         with inside.window.excluded():
             self._begin(inside)
-        self.updates.begin(inside)
         pending = self.pending
         if pending is not None and pending.share is not None:
             forward, detailed = inside.state.strategy.unwrapped, self.noise is not None
@@ -189,21 +191,29 @@ class Watch(BuiltInPart):
         self._judge(training, self.updates.end(training))
 
     def before_save(self, training: Training) -> None:
-        """Compare the replicas, and confirm the state if the whole check of this step has passed.
+        """Compare the replicas. If the check of this step has passed, the state counts as checked.
 
         Raises:
             WatchError: on all ranks, with the verdict.
         """
         assert isinstance(training, Inside)
         step = training.step
-        if self.replicas.are_there and self.compared_at != step:
+        if self.compared_at != step:
             self.compared_at = step
-            rows = gathered(self.run.world, [self.replicas.shard, *state_digest(training.state).tolist()])
-            pairs = [(row[1], row[2]) for row in rows]
-            self._check_replicas(training, step, [row[0] for row in rows], pairs, at=step)
-        if self.checked_at == step:
-            self.run.confirmed_step = step
+            self._compare_replicas(training, step, at=step)
+        if step in self.passed[-1:]:
+            self.run.checked_step = step
         self.has_saved = True
+
+    def log_entry(self, training: Training) -> None:
+        training.log("watch/checks", self.run.checks)
+
+    def end(self, training: Training) -> None:
+        checks, rounding = self.run.checks, "" if self.noise is None else " up to rounding"
+        agreed = "all ranks agreed" if training.ranks > 1 else "all repetitions agreed"
+        what = f"a micro-batch per rank was recomputed in {checks:,} of {training.step:,} steps"
+        what = f"{agreed}{rounding}; {what if self.recomputes else 'only replicas were compared'}"
+        training.tell(f"watch: {number_of(checks, 'check')}, {what}" if checks else "watch: no check has passed")
 
     # ---- a check
 
@@ -236,7 +246,7 @@ class Watch(BuiltInPart):
         rows = [_Row.of(numbers) for numbers in gathered(self.run.world, self._numbers(inside, pending))]
         shards = [row.shard for row in rows]
         self._check_replicas(inside, step, shards, [row.state for row in rows], at=step + 1)
-        whole = True
+        whole = self.recomputes or self.replicas.are_there  # else nothing is compared
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
             is_full = self.run.plan.samples(pending.step) == self.run.plan.global_batch  # fewer samples vary more
@@ -245,9 +255,10 @@ class Watch(BuiltInPart):
                     inside.tell(f"warning: step {step + 1}: {text}")
         if whole:
             self._check_exchange(inside, pending, rows)
-            self.run.confirmed_step, self.checked_at = step, step + 1
+            self.run.checked_step, self.run.checks = step, self.run.checks + 1
+            self.passed.append(step + 1)
             if self.has_saved and inside.rank == 0 and self.run.folder != Path():
-                evidence.note_confirmed(self.run)
+                evidence.note_checked(self.run)
             self.has_saved = False
 
     def _numbers(self, inside: Inside, pending: _Pending) -> list[int]:
@@ -288,8 +299,16 @@ class Watch(BuiltInPart):
 
     def _judge(self, inside: Inside, verdict: Verdict | None) -> None:
         if verdict is not None:
-            self.run.confirmed_step = self.updates.confirmed[0]
+            if self.updates.checked:
+                self.run.checked_step = self.updates.checked[0]
             self._fire(inside.step, self._with_code(inside, verdict), None, {})
+
+    def _compare_replicas(self, inside: Inside, step: int, *, at: int) -> None:
+        """Compare the whole state after `step` steps."""
+        if self.replicas.are_there:
+            rows = gathered(self.run.world, [self.replicas.shard, *state_digest(inside.state).tolist()])
+            pairs = [(row[1], row[2]) for row in rows]
+            self._check_replicas(inside, step, [row[0] for row in rows], pairs, at=at)
 
     def _check_replicas(
         self, inside: Inside, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]], *, at: int
@@ -327,6 +346,8 @@ class Watch(BuiltInPart):
         return self._resolve(inside, pending, Dispute(of_owner, recomputer, *found))
 
     def _resolve(self, inside: Inside, pending: _Pending, dispute: Dispute) -> bool:
+        self._judge(inside, self.updates.now(inside))  # a wrong weight comes before a wrong computation with it
+        self._compare_replicas(inside, pending.step, at=pending.step + 1)
         with torch.no_grad():
             for buffer, value in pending.buffers:  # as before the step
                 if buffer.shape == value.shape:
@@ -368,7 +389,7 @@ class Watch(BuiltInPart):
             noise.add(mine, twice)
         if noise.of_loss > ROUNDING and not is_known:
             what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws unseeded numbers"
-            inside.tell(f"warning: step {pending.step + 1}: {what}, or its terms cancel. No check confirms this run")
+            inside.tell(f"warning: step {pending.step + 1}: {what}, or its terms cancel. No check of this run counts")
         for owner, recomputer in pairs:
             one, two = found[owner][0], found[recomputer][1]
             if one.batch != two.batch or not noise.same(one, two):
@@ -381,7 +402,9 @@ class Watch(BuiltInPart):
         state, own, shards = inside.state, pending.own, [row.shard for row in rows]
         before = "gradients were correct before the exchange, because another rank computed them again"
         if different := differing_replicas(shards, [row.reduced for row in rows]):
-            self._link(pending, different, f"{before}, and differ afterwards on {named(different)}", "")
+            if len(different) == shards.count(shards[0]) == len(shards):  # no majority
+                different = self._not_the_mean(inside, pending) or different
+            self._link(inside, pending, different, f"{before}, and differ afterwards on {named(different)}", "")
         if own is None or not pending.summed or not self.sees_exchange:
             return
         count = len(set(shards))
@@ -400,17 +423,31 @@ class Watch(BuiltInPart):
         is_one = self.run.plan.count(pending.step) == 1  # with accumulation, a trial is not the rank's whole input
         wrong = exchange.wrong_shards(state, found, gradient, count, shards[state.world.rank]) if is_one else []
         text = f"{before}. Afterwards the gradient of {found.name} is not the mean of the ranks' gradients"
-        self._link(pending, wrong, f"{text}{f', on {named(wrong)}' if wrong else ''}", found.name)
+        self._link(inside, pending, wrong, f"{text}{f', on {named(wrong)}' if wrong else ''}", found.name)
 
-    def _link(self, pending: _Pending, ranks: Sequence[int], text: str, name: str) -> None:
+    def _not_the_mean(self, inside: Inside, pending: _Pending) -> list[int]:
+        """Of replicas whose reduced gradients differ, those that do not have the mean of all ranks, as far as known."""
+        state, own, names = inside.state, pending.own, pending.summed
+        micro_batches = self.run.plan.count(pending.step)
+        if own is not None and micro_batches == 1:
+            micro_batch, names = dataclasses.replace(pending.micro_batch), sorted(pending.leaves)
+            own = trial(state, micro_batch, _share(pending), pending.leaves, detailed=True)
+        if own is None or not self.sees_exchange:
+            return []
+        return [
+            rank
+            for rank in range(inside.ranks)
+            if exchange.check(state, own, names, names if rank == inside.rank else [], micro_batches, None).name
+        ]
+
+    def _link(self, inside: Inside, pending: _Pending, ranks: Sequence[int], text: str, name: str) -> None:
+        self._judge(inside, self.updates.now(inside))  # a gradient that changed afterwards is not the link's fault
         sure = 0 < len(ranks) < self.run.world.size
         verdict = Verdict("link", tuple(ranks), text, name, guilty=tuple(ranks) if sure else ())
         self._fire(pending.step + 1, verdict, pending.micro_batch, {})
 
     def _fire(self, step: int, verdict: Verdict, micro_batch: MicroBatch | None, facts: Mapping[str, Any]) -> None:
         where = evidence.write(self.run, step, micro_batch, facts, verdict)
-        confirmed = self.run.confirmed_step
-        so_far = "No earlier check had passed" if confirmed is None else f"The run is confirmed up to step {confirmed}"
         remedies = {
             "device": "take this machine out, and run its vendor's diagnostics",
             "memory": "take this machine out, and run its vendor's diagnostics",
@@ -421,7 +458,7 @@ class Watch(BuiltInPart):
             "data": "make all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(
-            f"{verdict.kind}: {verdict.text}. {so_far}. Nothing is saved{where}",
+            f"{verdict.kind}: {verdict.text}. {evidence.so_far(self.run, self.passed)}. Nothing is saved{where}",
             where=f"step {step}, watch.every={self.every}",
             remedy=remedies[verdict.kind],
         )

@@ -95,12 +95,12 @@ class _Again:
     """By step: digests of the state before its update, and of the gradients after their exchange."""
 
 
-def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
-    """Repeat the steps from the last confirmed checkpoint to `step`.
+def _replayed(run: Run, rebuild: Rebuild, step: int, checked: int) -> _Again:
+    """Repeat the steps from the last checked checkpoint to `step`.
 
     All ranks loaded the same state at this start, and earlier steps may have had a different config.
     """
-    known, last = run.folder != Path(), max(confirmed, run.first_step)
+    known, last = run.folder != Path(), max(checked, run.first_step)
     checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", last)) if known else None
     again = rebuild(checkpoint)
     traces: list[tuple[list[int], list[int]]] = []
@@ -140,9 +140,9 @@ def judged_by_replay(
         ranks: those whose state differs from the majority's, or all of them if there is no majority.
     """
     world = run.world
-    confirmed = -1 if run.confirmed_step is None else run.confirmed_step
+    checked = -1 if run.checked_step is None else run.checked_step
     try:
-        again = _replayed(run, rebuild, step, confirmed)
+        again = _replayed(run, rebuild, step, checked)
         found = world.broadcast(world.gather((shard, held, again)))
     except torch.OutOfMemoryError:
         return "unclear", (), "There was not enough memory to repeat the steps"
@@ -167,7 +167,7 @@ def judged_by_replay(
         return "link", alone, "Repeated, the steps make the ranks diverge again, in the gradients after their exchange"
     for suspect in ranks[:2]:
         with acting_as_rank(suspect):
-            posed = _replayed(run, rebuild, step, confirmed).digests
+            posed = _replayed(run, rebuild, step, checked).digests
         told = world.broadcast(world.gather(posed))
         if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):
             return (

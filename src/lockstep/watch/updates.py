@@ -1,14 +1,16 @@
-"""The update of rows that only one rank holds: it is repeated outside training, and its rows must not change later.
+"""The update of rows that only one rank holds: it is repeated outside training, and no row may change but by it.
 
 The optimizer's result for a parameter is compared with what the same class computes from copies of the parameter, its
-gradient and its state. Until the next update, the rows must not change. And all ranks update the same rows of rank 0.
-Parameters take turns from check to check, and are copied one at a time.
+gradient and its state. Parameters take turns from check to check, and are copied one at a time. All ranks update the
+same rows of rank 0. During a checked step, rows must not change before the update, and gradients must not change after
+their exchange. The rows whose update was repeated must not change until the next update.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ from lockstep.core.parallel.sharded_tensor import local
 from lockstep.parts.digest import fold, piece_length, quick_sums
 from lockstep.watch.examine import judged_device
 from lockstep.watch.gradients import bare
+from lockstep.watch.resting import Key, Resting
 from lockstep.watch.state import TURNS, gathered, in_turn, of_all
 from lockstep.watch.verdict import Verdict, named, same_bits, who
 
@@ -33,6 +36,8 @@ Values = dict[str, Any]
 WEIGHT, GRADIENT = "weight", "gradient"
 Place = tuple[str, int, int, Any]
 """A trained parameter: its name, the number of its optimizer, of its group there, and the parameter."""
+Finding = tuple[str, str, str]
+"""The name of a parameter, what is wrong of it, and how."""
 Sample = tuple[str, int, int, Values, set[str]]
 """Rows of rank 0: name, member, group, values, and what stays in host memory."""
 
@@ -66,43 +71,78 @@ class Updates:
         self.members = optimizer_class.members(run.state.optimizer)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
         self.places: list[Place] = [
-            (names.get(id(parameter), "a parameter outside of the model"), member, number, parameter)
+            (names.get(id(parameter), f"an unnamed parameter ({number}.{place})"), member, number, parameter)
             for member, optimizer in enumerate(self.members)
             for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
+            for place, parameter in enumerate(group["params"])
         ]
         self.why_not = "" if is_on else "it is switched off"
-        self.confirmed: deque[int | None] = deque(maxlen=TURNS)
-        """What was confirmed before the last checks, which cover all updates together."""
+        self.checked: deque[int | None] = deque(maxlen=TURNS)
+        """`Run.checked_step` before the last checks, which cover all updates together."""
         self.checks = 0
         """The number of checks that examined an update. Others had none, because it was skipped."""
-        self.handle: Any = None
+        self.handles: list[Any] = []
+        """Hooks during a check."""
         self.looked: list[Place] = []
-        """What the last check examines."""
+        """The parameters whose update the last check repeats."""
         self.expected: list[Tensor] | None = None
         """What the update must make of it: digests. None: there was no update."""
         self.sample: Sample | None = None
         self.answer: list[int] = []
         """The digest of this rank's result for the sample."""
-        self.rest: list[list[int]] | None = None
-        """What must not change until the next update: see `_now`. None: nothing is watched."""
-        self.has_rested = False
-        """True after the first interval between two updates was examined."""
+        self.resting = Resting()
+        self.rests = self.has_rested = False
+        """Whether rows are kept since an update; and whether such an interval was examined before."""
 
     def begin(self, inside: Inside) -> None:
-        """Examine the update of the step that begins, after everything that changes its gradients."""
+        """Examine the step that begins, before the check computes anything."""
         self.expected = None
-        optimizer, confirmed = self.run.state.optimizer, self.run.confirmed_step
+        optimizer, checked = self.run.state.optimizer, self.run.checked_step
         if not self.why_not and (why := _why_not(optimizer)):
             self.why_not = why
             inside.tell(f"note: the watch does not check updates: {why}")
-        if not self.why_not:
-            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, confirmed))
+        if self.why_not:
+            return
+        with inside.window.excluded():
+            self.resting.look(rows := self._rows(self.places))
+            self.resting.keep(rows)
+        trained = [(name, parameter) for name, *_, parameter in self.places if parameter.requires_grad]
+        self.handles = [
+            optimizer.register_step_pre_hook(partial(self._make_again, inside, checked)),
+            optimizer.register_step_post_hook(self._updated),
+            *(one.register_post_accumulate_grad_hook(partial(self._reduced, name)) for name, one in trained),
+        ]
+        inside.state.changing_gradients = self._changing_gradients
 
-    def _make_again(self, inside: Inside, confirmed: int | None, *_: object) -> None:
-        self.confirmed.append(confirmed)
+    def _reduced(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.resting.keep({(name, GRADIENT): parameter.grad})
+
+    @contextlib.contextmanager
+    def _changing_gradients(self) -> Generator[None, None, None]:
+        self.resting.look(self._gradients())
+        yield
+        self.resting.keep(self._gradients())
+
+    def _updated(self, *_: object) -> None:
+        self.resting.look(self._gradients())
+
+    def _gradients(self) -> dict[Key, Tensor]:
+        return {(name, GRADIENT): of.grad for name, *_, of in self.places if of.grad is not None}
+
+    def _rows(self, places: Sequence[Place]) -> dict[Key, Tensor]:
+        """Parameters and their state."""
+        found: dict[Key, Tensor] = {}
+        for name, member, _, parameter in places:
+            values = {**self.members[member].state.get(parameter, {}), WEIGHT: parameter}
+            found |= {(name, key): value for key, value in _tensors(values).items()}
+        return found
+
+    def _make_again(self, inside: Inside, checked: int | None, *_: object) -> None:
+        self.checked.append(checked)
         check, self.checks = self.checks, self.checks + 1
         with inside.window.excluded(), torch.no_grad():
+            self.resting.look(self._rows(self.places) | self._gradients())
             names = in_turn({one[0]: one[-1] for one in self.places}, check)
             looked = [one for one in self.places if one[0] in names and one[-1].grad is not None]
             self.looked = [one for one in looked if local(one[-1]).numel()]
@@ -151,65 +191,85 @@ class Updates:
         return fold(made(self.members[member], group, copies)).tolist()
 
     def end(self, inside: Inside) -> Verdict | None:
-        """After a step: the verdict on its update, if it was examined. None: it is correct."""
-        handle, self.handle = self.handle, None
-        if handle is not None:
+        """After a step: the verdict on it, if it was examined. None: it is correct."""
+        handles, self.handles = self.handles, []
+        for handle in handles:
             handle.remove()
-        if handle is None or self.expected is None:
+        inside.state.changing_gradients = contextlib.nullcontext
+        if not handles or self.why_not:
             return None
-        self.rest = self._now(inside)
-        expected = torch.stack([one.to(self.world.device) for one in self.expected]).tolist() if self.expected else []
-        wrong = [number for number, row in enumerate(self.rest) if row[:2] != expected[number]]
-        rows = gathered(self.world, [*wrong, -1][:1] + self.answer)
-        verdict = self._judged(inside, [row[0] for row in rows], wrong, "differ from a repetition of their update")
+        wrong = self._changed()
+        self.resting.kept.clear()
+        if self.expected is None:
+            return None
+        is_first, self.has_rested, self.rests = bool(wrong) and not self.has_rested, self.has_rested or self.rests, True
+        with inside.window.excluded():
+            self.resting.keep(self._rows(self.looked))
+            pairs = zip([self._kept(one) for one in self.looked], self.expected, strict=True)
+            flags = [(kept != other).any().to(self.world.device) for kept, other in pairs]
+            found = zip(self.looked, torch.stack(flags).tolist() if flags else [], strict=True)
+        wrong += [(one[0], "rows", "differ from a repetition of their update") for one, is_so in found if is_so]
+        rows = gathered(self.world, [int(bool(wrong)), *self.answer])
+        verdict = self._judged(inside, [row[0] for row in rows], wrong, is_first)
         return verdict or self._judged_by_sample([row[1:] for row in rows])
 
     def at_rest(self, inside: Inside) -> Verdict | None:
-        """Before an update: the verdict on rows that have changed since the last one. None: none have."""
-        before, self.rest = self.rest, None
-        if before is None:
-            return None
-        # Writes by torch operations count as intended, such as for an embedding with a norm limit.
-        pairs = enumerate(zip(self._now(inside), before, strict=True))
-        wrong = [number for number, (now, old) in pairs if now[:2] != old[:2] and now[2:] == old[2:]]
-        found, is_first, self.has_rested = gathered(self.world, [*wrong, -1][:1]), not self.has_rested, True
-        return self._judged(inside, [row[0] for row in found], wrong, "have changed since the last update", is_first)
+        """Before an update: the verdict on rows that have changed since the last one. None: none have.
 
-    def _now(self, inside: Inside) -> list[list[int]]:
-        """By parameter: the digest of what is examined, and how often torch operations have written it."""
-        values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
+        A check examines them later, unless it must know now.
+        """
+        if not self.rests or self.handles:
+            return None
+        verdict, self.rests = self.now(inside), False
+        self.resting.kept.clear()
+        return verdict
+
+    def now(self, inside: Inside) -> Verdict | None:
+        """The verdict on what has changed in memory so far. None: nothing has, or nothing is examined."""
+        if not self.rests and not self.handles:
+            return None
+        is_first, self.has_rested = not self.has_rested, self.has_rested or self.rests
         with inside.window.excluded():
-            digests = torch.stack([_digest(of).to(self.world.device) for of in values]).tolist() if values else []
-        found = []
-        for pair, of, (_, member, _, parameter) in zip(digests, values, self.looked, strict=True):
-            # Writes through a sharded tensor only count there, and not in its rows.
-            whole = [parameter, *_tensors(self.members[member].state.get(parameter, {})).values()]
-            found.append([*pair, *(one._version for one in [*whole, *of.values()])])
-        return found
+            self.resting.look(self._rows(self.places) | self._gradients())
+            wrong = self._changed()
+        found = gathered(self.world, [int(bool(wrong))])
+        return self._judged(inside, [row[0] for row in found], wrong, is_first)
+
+    def _kept(self, one: Place) -> Tensor:
+        """The digest of what is kept of a parameter."""
+        return fold({key: self.resting.kept[name, key][2] for name, key in sorted(self._rows([one]))})
+
+    def _changed(self) -> list[Finding]:
+        found = sorted(self.resting.changed(self.world.device), key=lambda key: key[1] != GRADIENT)
+        what = {True: ("gradients", "since the backward pass"), False: ("rows", "since the last update")}
+        return [(name, what[key == GRADIENT][0], f"have changed {what[key == GRADIENT][1]}") for name, key in found]
 
     def _judged(
-        self, inside: Inside, found: Sequence[int], wrong: Sequence[int], what: str, is_first: bool = False
+        self, inside: Inside, found: Sequence[int], wrong: Sequence[Finding], is_first: bool = False
     ) -> Verdict | None:
         """The verdict if ranks have wrong rows.
 
         Args:
-            found: by rank, the number of its first wrong parameter, or -1.
-            wrong: all numbers of this rank.
+            found: by rank, whether it has some.
+            wrong: those of this rank.
             is_first: it was never correct before. On a single rank, code is to blame then.
         """
-        ranks = tuple(rank for rank, number in enumerate(found) if number >= 0)
+        ranks = tuple(rank for rank, has_some in enumerate(found) if has_some)
         if not ranks:
             return None
-        names = of_all(self.world, [self.looked[number][0] for number in wrong])
-        count = most_holders(names, of_all(self.world, [one[0] for one in self.looked]))
+        of_ranks: list[list[Finding]] = of_all(self.world, list(wrong))
+        held = [one[0] for one in self.places if local(one[-1]).numel()]
+        count = most_holders([[name for name, *_ in of] for of in of_ranks], of_all(self.world, held))
+        name, subject, what = of_ranks[ranks[0]][0]
         if count > 1 or (len(ranks) == self.world.size and (self.world.size > 1 or is_first)):
-            self.rest, self.why_not = None, f"on each rank, rows {what}: code outside the optimizer changes them"
+            self.why_not = f"on each rank, {subject} {what}: code outside the optimizer changes them"
+            self.resting, self.rests = Resting(), False
             inside.tell(f"warning: step {inside.step}: the watch no longer checks updates: {self.why_not}")
             return None
-        of = "; ".join(f"rows of {names[rank][0]} on rank {rank}" for rank in ranks)
+        of = "; ".join(f"{of_ranks[rank][0][1]} of {of_ranks[rank][0][0]} on rank {rank}" for rank in ranks)
         more = ", unless code writes weights outside the optimizer, through .data" if count else ""
         text = f"{of} {what}: the memory or the device of {named(ranks)}{more}"
-        return Verdict("memory", ranks, text, names[ranks[0]][0], guilty=ranks)
+        return Verdict("memory", ranks, text, name, guilty=ranks)
 
     def _judged_by_sample(self, answers: Sequence[Sequence[int]]) -> Verdict | None:
         """The verdict if ranks compute different rows from the same inputs."""
@@ -267,10 +327,6 @@ def _cut(values: Values, first: int, length: int) -> Values:
         else _copy(value)
         for key, value in values.items()
     }
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
-    return fold({key: quick_sums(one) for key, one in tensors.items()})
 
 
 def _copy(value: Any, device: torch.device | str | None = None) -> Any:

@@ -34,9 +34,9 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     @property
-    def confirmed_step(self) -> int:
-        """The step up to which the watch had confirmed the run when this was saved. -1: it had confirmed nothing."""
-        return int(self.manifest.get("confirmed_step", -1))
+    def checked_step(self) -> int:
+        """The last step whose state a check of the watch had seen when this was saved. -1: there was none."""
+        return int(self.manifest.get("checked_step", -1))
 
     @property
     def size(self) -> int:

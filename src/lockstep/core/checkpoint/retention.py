@@ -58,9 +58,9 @@ class CheckpointConfig(Section):
         best = self.best_of(by_step)
         if best is not None:
             reasons.setdefault(best.step, []).append("best")
-        confirmed = max((one.confirmed_step for one in by_step), default=-1)
-        for step in [one.step for one in by_step if one.step <= confirmed][-1:]:
-            reasons.setdefault(step, []).append("confirmed")
+        checked = max((one.checked_step for one in by_step), default=-1)
+        for step in [one.step for one in by_step if one.step <= checked][-1:]:
+            reasons.setdefault(step, []).append("checked")
         for checkpoint in by_step if self.keep_every_steps else ():
             if checkpoint.step % (self.keep_every_steps or 1) == 0:
                 reasons.setdefault(checkpoint.step, []).append(f"every {self.keep_every_steps}")
