@@ -246,6 +246,24 @@ def test_without_a_metric_the_loss_decides():
     assert measured(1.5, 0.1, higher_is_better={}).status == "fault"
 
 
+def test_without_a_loss_in_evaluations_the_metrics_decide():
+    """With Task.embed, an evaluation has no loss."""
+
+    def after(accuracy, higher_is_better):
+        values = {"values": {"accuracy": 0.5}, "higher_is_better": higher_is_better}
+        made = {name: {"accuracy": accuracy} for name in ("evaluated-1", "evaluated-4")}
+        made |= {name: recording(FALLING) for name in ("learned-1", "learned-4")}
+        return learning.metric(experiments({"baseline": baseline(**values), **made}))
+
+    assert after(0.9, {"accuracy": True}).status == "passed"
+    result = after(0.1, {"accuracy": True})
+    assert result.status == "fault"
+    assert ", but accuracy is 0.1 against 0.5" in result.reason
+    assert "no metric has a known direction" in after(0.9, {}).reason
+    flat = {"learned-1": recording(FLAT), "learned-4": recording(FLAT), "baseline": baseline(values={"samples": 9.0})}
+    assert learning.loss(experiments(flat)).status == "fault"
+
+
 def test_what_cannot_be_compared_is_said():
     result = measured(0.5, 0.9, obstacle="there is no evaluation data")
     assert result.status == "not shown"

@@ -57,7 +57,7 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
         return fault(f"the loss is not finite: {path}", **more)
     if not falls:
         baseline = experiments.baseline()
-        if not baseline.obstacle and max(curve) < 0.5 * baseline.values["loss"]:
+        if not baseline.obstacle and max(curve) < 0.5 * baseline.values.get("loss", -math.inf):
             return not_shown(
                 f"the loss does not fall, but is already low: {path}; "
                 f"the best constant output reaches {baseline.values['loss']:.4g}",
@@ -129,6 +129,8 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
     if baseline.obstacle:
         return not_shown(baseline.obstacle)
     constant, names = baseline.values, baseline.comparable_metrics
+    if "loss" not in constant and not names:
+        return not_shown("the loss needs Task.embed, so an evaluation has none, and no metric has a known direction")
     config, changes = experiments.short_config(), TaskChanges(eval_samples=_EVAL_SAMPLES)
     for factor in (1, experiments.patience):
         fell = _falls(experiments.learned(factor)[0])
@@ -138,7 +140,8 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
         )[0]
         better = [name for name in names if baseline.is_beaten(name, trained[name])]
         too_few = trained.get("samples", math.inf) < _TOO_FEW_EVAL_SAMPLES
-        if (too_few and fell) or (trained["loss"] < constant["loss"] and (better or not names)):
+        lower = "loss" not in constant or trained["loss"] < constant["loss"]  # with Task.embed there is no loss
+        if (too_few and fell) or (lower and (better or not names)):
             break
     what = names[0] if names else "loss"
     rows = [
@@ -154,23 +157,27 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
     more = {"value": trained[what], "bound": constant[what] + chance, "what": what, "rows": rows}
     more["notes"] = experiments.data_remarks()
     steps = experiments.learning_steps * factor
-    losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {number_of(steps, 'step')}"
+    losses = f"after {number_of(steps, 'step')}"
+    if "loss" in constant:
+        losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} {losses}"
+    better_loss = f"better than a constant output in {losses}" if "loss" in constant else losses
     if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
         return fault(
             "the evaluation after training equals that of the untrained model, although the loss fell: "
             f"{what} {trained[what]:.4g}",
             **more,
         )
-    if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
+    if too_few and fell and not lower and math.isfinite(trained["loss"]):
         text = (
             f"{number_of(int(trained['samples']), 'evaluation sample', 'is', 'are')} too few to decide "
             "whether it beats a constant output"
         )
         return not_shown(f"{text}: {losses}", **more)
-    if experiments.probe().without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
+    without_labels = not lower and experiments.probe().without_labels
+    if without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
         text = "the loss has no labels, and a constant output has almost no loss: it compares outputs of one sample"
         return not_shown(f"{text}; {losses}", **more)
-    if not trained["loss"] < constant["loss"]:
+    if not lower:
         return fault(f"no better than a constant output: {losses}", **more)
     if names and not better:
         within = [name for name in names if abs(trained[name] - constant[name]) <= baseline.chance(name)]
@@ -182,9 +189,7 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
             )
             return not_shown(text, **more)
         same = all(math.isclose(trained[name], constant[name], rel_tol=1e-3, abs_tol=1e-6) for name in names)
-        text = (
-            f"better than a constant output in {losses}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
-        )
+        text = f"{better_loss}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
         return not_shown(text, **more) if same else fault(f"{text}: check Task.predict and Task.metrics", **more)
     return passed(
         f"{what} {trained[what]:.4g}, best constant output {constant[what]:.4g}"
