@@ -20,8 +20,10 @@ from lockstep.trainer.trainer import Trainer
 from lockstep.updates.players import Player
 from lockstep_lab.verify import generators
 from lockstep_lab.verify.by_index import task_of
+from lockstep_lab.verify.causality import sees_future
 from lockstep_lab.verify.comparable_task import (
     ComparableTask,
+    DropoutDisabled,
     TaskChanges,
     batch_norm_modules,
     buffers_put_back,
@@ -29,14 +31,21 @@ from lockstep_lab.verify.comparable_task import (
     sum_of_heads,
     to_float64,
 )
-from lockstep_lab.verify.coupling import COUPLED, Batch, Coupling, measure_coupling, shrinking_heads
+from lockstep_lab.verify.coupling import (
+    COUPLED,
+    Batch,
+    Coupling,
+    measure_coupling,
+    shrinking_heads,
+)
 from lockstep_lab.verify.derivative import wrong_derivative
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference
 from lockstep_lab.verify.step_operations import pretended_ranks
 from lockstep_lab.verify.zero_outputs import other_units
 
-_COMPARED_SAMPLES = 32  # for a loss that compares samples
+_COMPARED_SAMPLES = 32  # for a loss that compares samples, and if samples are small
+_FEW_NUMBERS = 100_000  # in a batch of up to 8 samples
 _NOT_ADDED_UP = 1e-3  # relative difference above which a weight does not add up
 
 
@@ -72,6 +81,10 @@ class TaskProbe(Coupling):
     """The difference of the weight of a batch from the sum over its samples."""
     model_difference: str = ""
     """The difference of two models that were made with the same seed. See `repetition`."""
+    dropped_in_prediction: str = ""
+    """The place of a dropout that is active in `Task.predict`, except on purpose."""
+    sees_future: str = ""
+    """See `causality.sees_future`."""
     loss_difference: str = ""
     """The losses of the same batch with the same seed, if they differ: two values."""
     prediction_difference: str = ""
@@ -144,6 +157,10 @@ class TaskProbe(Coupling):
 
     def obstacle(self) -> str | None:
         """Why trainings on different numbers of ranks cannot be compared; None if they can."""
+        return self.unrepeatable() or self.dependence_on_split()
+
+    def unrepeatable(self) -> str | None:
+        """Why equal passes over equal batches differ, or ranks depend on each other; None if they do not."""
         if self.moving > COUPLED * self.epsilon:
             return (
                 f"a second training pass on the same batch has a different loss ({self.moving:.2g} off): the model or "
@@ -151,6 +168,16 @@ class TaskProbe(Coupling):
             )
         if self.cause_of_indeterminism():
             return f"{self.cause_of_indeterminism()}; see determinism"
+        if self.collectives:
+            names = ", ".join(self.collectives[:3])
+            return f"Task.loss makes collectives ({names}): it depends on which samples other ranks have"
+        return None
+
+    def dependence_on_split(self) -> str | None:
+        """Why a right training depends on the split of the batch into micro-batches; None if it does not.
+
+        With the same virtual ranks, the split is the same on any number of ranks.
+        """
         if self.random_without_dropout:
             operations = ", ".join(self.random_without_dropout[:3])
             return f"the model draws random numbers in addition to dropout ({operations}), different ones on each rank"
@@ -162,14 +189,17 @@ class TaskProbe(Coupling):
                 f"{self.without_statistics} BatchNorm modules keep no running statistics, "
                 "so their result depends on how the batch is split"
             )
-        if self.collectives:
-            names = ", ".join(self.collectives[:3])
-            return f"Task.loss makes collectives ({names}): it depends on which samples other ranks have"
         if self.compares_samples:
             return (
                 f"the loss of a batch is not the sum over its parts (off by {self.coupling:.2g} on a batch of two "
                 "halves): Task.loss compares the samples of a micro-batch with each other, as with in-batch negatives, "
                 f"{self.compares_samples}"
+            )
+        if self.by_statistics:
+            return (
+                f"{self.by_statistics} depends on which samples share a micro-batch (off by {self.coupling:.2g} on a "
+                "batch of two halves). Accept that it counts for each micro-batch, synchronise it over ranks, freeze "
+                "it, or give the loss the global batch with Task.embed: lockstep --explain global_loss"
             )
         return None
 
@@ -183,12 +213,18 @@ class TaskProbe(Coupling):
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
             return f"Task.loss must return a SUM over its units (reduction='sum'), but returns a mean{heads}: {off}"
-        if self.coupling > COUPLED * self.epsilon:
+        if self.is_no_sum:
+            place = f", first in {self.meets_at}" if self.meets_at else ""
+            if self.adds_once:
+                return (
+                    f"a term of Task.loss is a mean over the batch, or is added once per batch{place} ({off}): it must "
+                    "be a sum over samples, so multiply it by their number"
+                )
             return (
                 f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other"
-                f"{self.meets_at and f', first in {self.meets_at}'}, or Task.weight counts wrongly. A ratio over the "
-                "batch (Dice, IoU, F-beta) gets the global batch through Task.embed; for a mean with class weights, "
-                "Task.weight returns the sum of the weights: lockstep --explain global_loss"
+                f"{place}, or Task.weight counts wrongly. A ratio over the batch (Dice, IoU, F-beta) gets the global "
+                "batch through Task.embed; for a mean with class weights, Task.weight returns the sum of the weights: "
+                "lockstep --explain global_loss"
             )
         return ""
 
@@ -230,8 +266,11 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         with contextlib.suppress(Exception):  # other checks report whether the task can predict
             probe.random_in_prediction = generators.random_operations(task.predict, model, whole)
             probe.prediction_difference = differs(task.predict, model, whole)
-        model.train()
+        dropped = generators.drawing_line(task.predict, model, whole)
         probe.dropouts = disable_dropout(model)
+        with contextlib.suppress(Exception), DropoutDisabled():
+            if dropped and not generators.random_operations(task.predict, model.eval(), whole):
+                probe.dropped_in_prediction = dropped
         probe.collectives = _collectives(task, whole, world.device)
         for float64 in (True, False):
             exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
@@ -245,6 +284,9 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _look_at_coupling(probe, exact, model, batches, partial(read, exact))
+                with contextlib.suppress(Exception):
+                    probe.sees_future = sees_future(loss_of_batch(exact), model.eval(), batches[0][0])
+                model.train()
                 probe.loss_difference = differs(loss_of_batch(exact), model, batches[-1][0])
                 _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
@@ -317,14 +359,25 @@ def _look_at_coupling(
     def converted(batches: list[Batch]) -> list[Batch]:  # so that the tensors of a batch are those in its loss
         return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
 
-    found = measure_coupling(task, model, converted(batches))
-    if found.has_comparison:  # a split may show no coupling by chance
-        samples, device = read(most=_COMPARED_SAMPLES), next(model.parameters()).device
-        for share in (2, 4, 8):
-            found = measure_coupling(task, model, converted(_batches(task, samples, device, share)))
-            if found.compares_samples:
-                found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
+    device = next(model.parameters()).device
+
+    def measured(share: int = 2, most: int = 8) -> tuple[Coupling, list[Batch]]:
+        samples = read(most=most)
+        parts = converted(_batches(task, samples, device, share))
+        twice = (
+            None if probe.random_in_collate else (data.to_device(task.collate(samples * 2), device), 2 * len(samples))
+        )
+        return measure_coupling(task, model, parts, twice and converted([twice])[0]), parts
+
+    found, parts = measured()
+    is_small = sum(tensor.numel() for tensor in data.tensors(parts[0][0])) <= _FEW_NUMBERS
+    if found.has_comparison or (not found.coupled_heads and is_small):
+        for share in (2, 4, 8):  # a split may show no coupling by chance, and so may few samples
+            found, parts = measured(share, _COMPARED_SAMPLES)
+            if found.compares_samples or not found.has_comparison:
                 break
+        if found.has_comparison and found.compares_samples:
+            found.mean_heads = shrinking_heads(task, model, measured(most=_COMPARED_SAMPLES)[1])
     if needs_global_batch(task):  # samples are compared on purpose, across the whole global batch
         found = Coupling(found.epsilon, found.coarse, found.own_backwards)
     vars(probe).update(vars(found))

@@ -1,4 +1,4 @@
-"""Does the training learn anything? The loss falls, metrics improve, and the model can overfit a few samples."""
+"""Does the training learn anything? The loss falls, and metrics improve."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from typing import Any
 from lockstep.core.errors import number_of
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
-from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
-from lockstep_lab.verify.free_outputs import least_loss
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
-from lockstep_lab.verify.reference import schedule
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT_T = -2.6  # of the slope of a loss; by chance, t is smaller once in 200 trainings
 _FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; by chance once in 200 trainings
 _NO_LOSS = 1e-3  # of the untrained model's loss
 _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
-_LEFT_OF_LOSS = 0.05  # fraction of the first loss at which samples count as overfitted
-_OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
-_FEW_SAMPLES = 8
-_LONGER = 4  # times as many steps, if samples are almost overfitted
+OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
 _EVAL_SAMPLES = 2000
 _TOO_FEW_EVAL_SAMPLES = 20  # by chance, a good model may be worse than a constant on so few samples
 
@@ -31,7 +26,7 @@ _TOO_FEW_EVAL_SAMPLES = 20  # by chance, a good model may be worse than a consta
 def loss(experiments: ExperimentRunner) -> CheckResult:
     """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
     if experiments.probe().players:
-        return not_shown(_OPPONENTS)
+        return not_shown(OPPONENTS)
     for factor in (1, experiments.patience):
         recording = experiments.learned(factor)[0]
         curve = recording.losses
@@ -197,86 +192,3 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
         f"before training {baseline.untrained[what]:.4g}",
         **more,
     )
-
-
-def overfit(experiments: ExperimentRunner) -> CheckResult:
-    """The model can overfit a few training samples, the same in each epoch and without augmentation."""
-    if experiments.probe().players:
-        return not_shown(_OPPONENTS)
-    changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
-    (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
-    curves: dict[float, list[float]] = {}
-    exploded: ExperimentFailed | None = None
-    steps = experiments.learning_steps * experiments.patience
-    for tried in (1.0, 10.0, 0.1):
-        try:
-            curves[tried] = _overfitted(experiments, changes, factor=tried, least=least, steps=steps)
-        except ExperimentFailed as failed:  # such as a loss that explodes, because there is no warm-up here
-            if failed.refused or (tried == 1.0 and not failed.known):
-                raise
-            exploded = exploded or failed
-            continue
-        if _left(curves[tried], least) <= _LEFT_OF_LOSS:
-            break
-    if exploded is not None and not curves:
-        raise exploded
-    factor = min(curves, key=lambda tried: _left(curves[tried], least))
-    if _left(curves[factor], least) > _LEFT_OF_LOSS and _still_falls(curves[factor], least):
-        # A correct model may be slow, and --quick has fewer steps. So there is no fault while the loss falls.
-        curves[factor] = _overfitted(experiments, changes, factor=factor, least=least, steps=_LONGER * steps)
-    curve = curves[factor]
-    left = _left(curve, least)
-    more = {
-        "value": left,
-        "bound": _LEFT_OF_LOSS,
-        "what": "remaining fraction of the first loss",
-        "curves": {f"loss, optim.lr x {factor:g}": curve},
-    }
-    if least > 0.01 * curve[0]:
-        more["notes"] = [
-            f"no output can have a loss below {least:.4g} on these samples; the loss is measured from there"
-        ]
-    if left <= _LEFT_OF_LOSS:
-        return passed(f"overfits {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x {factor:g}", **more)
-    return fault(
-        f"cannot overfit {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1: "
-        "look for labels that contradict each other, a part of the model that has no effect, or too small a model",
-        **more,
-    )
-
-
-def _left(curve: Sequence[float], least: float) -> float:
-    """What is left of the first loss, measured from the smallest that any output has."""
-    return (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
-
-
-def _still_falls(curve: Sequence[float], least: float) -> bool:
-    """True if half of the loss is gone, and the last quarter of the steps removes a tenth of the rest."""
-    before = curve[: -(len(curve) // 4)]
-    return bool(before) and _left(curve, least) < min(0.5, 0.9 * _left(before, least))
-
-
-def _overfitted(
-    experiments: ExperimentRunner, changes: TaskChanges, *, factor: float, least: float, steps: int
-) -> list[float]:
-    """The losses of a training on a few samples, with `factor` times the training's base learning rate.
-
-    It ends once the samples are overfitted. `least` is the smallest loss that any output has.
-    """
-    config = experiments.short_config(
-        train__steps=steps,
-        batch__global=_FEW_SAMPLES,
-        batch__micro=None,
-        train__unfreeze=[],
-    )
-    optim = config["optim"]
-    scale, decay = schedule.scaled_lr(optim, experiments.global_batch), optim["weight_decay"]
-    groups = [group | {"lr": group["lr"] and group["lr"] * scale} for group in optim["groups"]]
-    config["schedule"] = {"name": "constant"}
-    optim |= {"lr": optim["lr"] * scale * factor, "groups": groups, "lr_scaling": "none"}
-    optim["weight_decay"] = decay and 0.0
-    until = (_LEFT_OF_LOSS, least)
-    recordings = experiments.train(
-        f"overfit-{factor:g}-{steps}", experiments.nproc, config, changes=changes, until=until, keep=False
-    )
-    return recordings[0].losses

@@ -1,0 +1,75 @@
+"""Right tasks of unusual kinds and their wrong neighbours, by what the probes of a task say."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep_lab.verify.data_probe import other_preparation
+from lockstep_lab.verify.task_probe import probe_task
+from tests import runs
+from tests.selection import mainly
+
+HERE = Path(__file__).resolve().parent
+RIGHT, WRONG = HERE / "unusual_kinds.py", HERE / "wrong_kinds.py"
+
+
+def probe(name, file):
+    return probe_task(runs.config(task={"kind": f"{file}:{name}"}), 40)
+
+
+def test_a_mean_inside_of_a_sum_is_found_although_the_loss_draws_random_numbers():
+    right, wrong = probe("Variational", RIGHT), probe("MeanDivergence", WRONG)
+    assert (right.is_no_sum, right.coupling < 1e-12, right.diagnosis()) == (False, True, "")
+    assert wrong.is_no_sum
+    assert "is a mean over the batch, or is added once per batch, first in `add` at wrong_kinds.py" in wrong.diagnosis()
+    assert "draws random numbers" in wrong.dependence_on_split()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    mainly(
+        [("Quantized", "the module 1 (_Range), by its buffers low, high,"), ("BalancedExperts", "the head 'balance'")],
+        [
+            ("Quantized", "the module 1 (_Range), by its buffers low, high,"),
+            ("BalancedExperts", "the head 'balance'"),
+            ("Decorrelated", "`sub` at unusual_kinds.py"),
+        ],
+    ),
+)
+def test_what_depends_on_statistics_of_the_batch_is_named_with_the_ways_out(name, place):
+    found = probe(name, RIGHT)
+    assert found.dependence_on_split().startswith(place)
+    assert "Accept that it counts for each micro-batch, synchronise it over ranks, freeze it" in found.obstacle()
+    assert (found.is_no_sum, found.compares_samples, found.diagnosis()) == (False, "", "")
+
+
+@pytest.mark.parametrize("name", ["BalanceOncePerBatch", "StatisticsInEvaluation"])
+def test_a_term_once_per_batch_and_statistics_in_evaluations_are_not_intended(name):
+    found = probe(name, WRONG)
+    assert found.is_no_sum
+    assert found.by_statistics == ""
+    assert found.adds_once == (name == "BalanceOncePerBatch")
+
+
+def test_outputs_that_change_with_the_next_token_are_found_where_that_is_the_target():
+    assert probe("CausalTokens", RIGHT).sees_future == ""
+    assert probe("MaskedTokensAnywhere", RIGHT).sees_future == ""
+    for name in ("NoMask", "NoMaskInsideTheLoss"):
+        found = probe(name, WRONG).sees_future
+        assert found == "the output at position 1 changes with the input at position 2"
+
+
+def test_dropout_in_predictions_is_found_except_in_the_mean_of_several_passes():
+    assert probe("MeanOfPasses", RIGHT).dropped_in_prediction == ""
+    assert probe("DropoutInEvaluation", HERE / "unusual_models.py").dropped_in_prediction == ""  # training=True
+    for name in ("DropsInPrediction", "PredictsInTraining"):
+        assert probe(name, WRONG).dropped_in_prediction.startswith("bernoulli_ at wrong_kinds.py:")
+
+
+def test_inputs_that_are_normalised_differently_for_evaluations_are_found():
+    def found(name, file):
+        return other_preparation(runs.config(task={"kind": f"{file}:{name}"}))
+
+    assert [found(name, RIGHT) for name in ("StronglyAugmented", "TwoViewsOfBatch", "CausalTokens")] == [""] * 3
+    assert " in training, but the same samples have mean " in found("OtherScale", WRONG)
+    assert "Likely cause: Task.prepare normalises them differently" in found("OtherDeviation", WRONG)
