@@ -21,7 +21,9 @@ def test_a_mean_inside_of_a_sum_is_found_although_the_loss_draws_random_numbers(
     right, wrong = probe("Variational", RIGHT), probe("MeanDivergence", WRONG)
     assert (right.is_no_sum, right.coupling < 1e-12, right.diagnosis()) == (False, True, "")
     assert wrong.is_no_sum
-    assert "is a mean over the batch, or is added once per batch, first in `add` at wrong_kinds.py" in wrong.diagnosis()
+    assert "a term is a mean or is added once per batch, or samples influence each other, first in `add` at wrong" in (
+        wrong.diagnosis()
+    )
     assert "draws random numbers" in wrong.dependence_on_split()
 
 

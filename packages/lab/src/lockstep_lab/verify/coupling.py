@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +99,13 @@ class _Split:
         return self.records[0].is_uncoupled(self.records[1:])
 
 
-def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch], twice: Batch | None = None) -> Coupling:
+def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch], twice: Callable[[], Any]) -> Coupling:
     """Find out whether the loss of each head is a sum over samples, and make a backward pass.
 
     Args:
         task: with weights that no pass changes.
         batches: a batch and its halves. A single sample has one half.
-        twice: the batch with all samples twice.
+        twice: makes the batch with all samples twice.
     """
     with CoarseOperations() as coarse:
         objective = sum_of_heads(data.losses(task, model, batches[0][0]))
@@ -130,25 +130,25 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch], twi
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < near for mean in means):
             found.mean_heads.append(head)
     found.without_labels = record.has_all(data.tensors(whole))
+    if not found.mean_heads and split.is_independent:
+        comparison = _comparison(record, records)
+        found.has_comparison = bool(comparison)
+        if found.coupled_heads:
+            # With labels, a loss that mixes samples in another way more often does so by mistake.
+            found.compares_samples = comparison or ("as it has no labels" if found.without_labels else "")
     if not found.coupled_heads or found.mean_heads:
-        found.has_comparison = not found.mean_heads and split.is_independent and bool(_comparison(record, records))
         return found
     sizes = [size for _, size in halves]
     found.meets_at = _first_mixing(record, records, sizes)
     found.meets_at = found.meets_at or meeting_place(record.results, [one.results for one in records], sizes)
-    if split.is_independent:
-        comparison = _comparison(record, records)
-        found.has_comparison = bool(comparison)
-        # With labels, a loss that mixes samples in another way more often does so by mistake.
-        found.compares_samples = comparison or ("as it has no labels" if found.without_labels else "")
-    if twice is not None and not found.has_comparison:
+    if not found.has_comparison:
         with contextlib.suppress(Exception):  # a batch may have a fixed size
-            _explain(found, split, task, model, batches, twice)
+            _explain(found, split, task, model, batches, twice())
     return found
 
 
 def _explain(
-    found: Coupling, split: _Split, task: Task, model: nn.Module, batches: Sequence[Batch], twice: Batch
+    found: Coupling, split: _Split, task: Task, model: nn.Module, batches: Sequence[Batch], twice: Any
 ) -> None:
     """Find out whether a coupled loss uses statistics of the batch, as BatchNorm does, or has a term that adds once.
 
@@ -156,7 +156,7 @@ def _explain(
     samples are independent in evaluation mode, and if the labels have no effect on what couples them.
     """
     with torch.no_grad(), unchanged_buffers(model), RepeatedDraws([*range(batches[0][1])] * 2, split.draws):
-        doubled = float(sum_of_heads(data.losses(task, model, twice[0]))) - 2 * sum(split.losses[0].values())
+        doubled = float(sum_of_heads(data.losses(task, model, twice))) - 2 * sum(split.losses[0].values())
     found.adds_once = abs(doubled - split.coupling) < 0.1 * abs(split.coupling)
     found.compares_samples = "" if found.adds_once else found.compares_samples
     model.eval()
@@ -184,7 +184,8 @@ def _first_mixing(whole: _Record, halves: Sequence[_Record], sizes: Sequence[int
         is_complete = all(len(one) == len(tensors) for one in of_halves)
         if is_complete and not all(adds_up(*one, sizes=sizes) for one in zip(tensors, *of_halves, strict=True)):
             buffers = ", ".join(name for name, _ in module.named_buffers(recurse=False))
-            name = f"the module {whole.names[module]} ({type(module).__name__})"
+            own = whole.names[module]
+            name = f"the {f'module {own}' if own else 'model'} ({type(module).__name__})"
             return f"{name}, by its buffers {buffers}," if buffers else name
     return ""
 

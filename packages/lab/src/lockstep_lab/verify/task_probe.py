@@ -31,13 +31,7 @@ from lockstep_lab.verify.comparable_task import (
     sum_of_heads,
     to_float64,
 )
-from lockstep_lab.verify.coupling import (
-    COUPLED,
-    Batch,
-    Coupling,
-    measure_coupling,
-    shrinking_heads,
-)
+from lockstep_lab.verify.coupling import COUPLED, Batch, Coupling, measure_coupling, shrinking_heads
 from lockstep_lab.verify.derivative import wrong_derivative
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference
@@ -45,7 +39,7 @@ from lockstep_lab.verify.step_operations import pretended_ranks
 from lockstep_lab.verify.zero_outputs import other_units
 
 _COMPARED_SAMPLES = 32  # for a loss that compares samples, and if samples are small
-_FEW_NUMBERS = 100_000  # in a batch of up to 8 samples
+_FEW_NUMBERS = 4000  # in a batch of up to 8 samples
 _NOT_ADDED_UP = 1e-3  # relative difference above which a weight does not add up
 
 
@@ -214,17 +208,12 @@ class TaskProbe(Coupling):
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
             return f"Task.loss must return a SUM over its units (reduction='sum'), but returns a mean{heads}: {off}"
         if self.is_no_sum:
-            place = f", first in {self.meets_at}" if self.meets_at else ""
-            if self.adds_once:
-                return (
-                    f"a term of Task.loss is a mean over the batch, or is added once per batch{place} ({off}): it must "
-                    "be a sum over samples, so multiply it by their number"
-                )
+            once = "a term is a mean or is added once per batch, or " if self.adds_once else ""
             return (
-                f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other"
-                f"{place}, or Task.weight counts wrongly. A ratio over the batch (Dice, IoU, F-beta) gets the global "
-                "batch through Task.embed; for a mean with class weights, Task.weight returns the sum of the weights: "
-                "lockstep --explain global_loss"
+                f"the loss of a micro-batch is not the sum over its samples ({off}): {once}samples influence each other"
+                f"{self.meets_at and f', first in {self.meets_at}'}, or Task.weight counts wrongly. A ratio over the "
+                "batch (Dice, IoU, F-beta) gets the global batch through Task.embed; for a mean with class weights, "
+                "Task.weight returns the sum of the weights: lockstep --explain global_loss"
             )
         return ""
 
@@ -364,10 +353,8 @@ def _look_at_coupling(
     def measured(share: int = 2, most: int = 8) -> tuple[Coupling, list[Batch]]:
         samples = read(most=most)
         parts = converted(_batches(task, samples, device, share))
-        twice = (
-            None if probe.random_in_collate else (data.to_device(task.collate(samples * 2), device), 2 * len(samples))
-        )
-        return measure_coupling(task, model, parts, twice and converted([twice])[0]), parts
+        found = measure_coupling(task, model, parts, lambda: converted(_batches(task, samples * 2, device))[0][0])
+        return found, parts
 
     found, parts = measured()
     is_small = sum(tensor.numel() for tensor in data.tensors(parts[0][0])) <= _FEW_NUMBERS
