@@ -40,6 +40,8 @@ from lockstep_lab.verify.zero_outputs import other_units
 
 _COMPARED_SAMPLES = 32  # for a loss that compares samples, and if samples are small
 _FEW_NUMBERS = 4000  # in a batch of up to 8 samples
+_SAMPLING = ("multinomial", "bernoulli", "bernoulli_", "poisson", "binomial")  # others draw noise
+_OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
 _NOT_ADDED_UP = 1e-3  # relative difference above which a weight does not add up
 
 
@@ -101,6 +103,13 @@ class TaskProbe(Coupling):
 
     derivative: Literal["compared", "wrong", ""] = ""
     """True if the gradient was compared with a numerical derivative, and differs."""
+
+    def need_not_fall(self) -> str:
+        """Why the loss of a right training need not fall; empty if it must."""
+        actions = [name for name in self.random_without_dropout if name in _SAMPLING]
+        if actions:
+            return f"the loss draws actions from the model's output ({', '.join(actions)}), as a policy gradient does"
+        return _OPPONENTS if self.players else ""
 
     def own_gradients(self) -> str:
         """Words for the end of a reason, if there are custom backward passes."""

@@ -18,15 +18,14 @@ _SIGNIFICANT_T = -2.6  # of the slope of a loss; by chance, t is smaller once in
 _FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; by chance once in 200 trainings
 _NO_LOSS = 1e-3  # of the untrained model's loss
 _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
-OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
 _EVAL_SAMPLES = 2000
 _TOO_FEW_EVAL_SAMPLES = 20  # by chance, a good model may be worse than a constant on so few samples
 
 
 def loss(experiments: ExperimentRunner) -> CheckResult:
     """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
-    if experiments.probe().players:
-        return not_shown(OPPONENTS)
+    if text := experiments.probe().need_not_fall():
+        return not_shown(text)
     for factor in (1, experiments.patience):
         recording = experiments.learned(factor)[0]
         curve = recording.losses
@@ -120,12 +119,13 @@ def t_of_slope(curve: Sequence[float]) -> float:
 
 def metric(experiments: ExperimentRunner) -> CheckResult:
     """The trained model beats every constant output that was tried, by more than chance explains."""
-    baseline = experiments.baseline()
+    baseline, probe = experiments.baseline(), experiments.probe()
     if baseline.obstacle:
         return not_shown(baseline.obstacle)
     constant, names = baseline.values, baseline.comparable_metrics
-    if "loss" not in constant and not names:
-        return not_shown("the loss needs Task.embed, so an evaluation has none, and no metric has a known direction")
+    if not names and ("loss" not in constant or probe.need_not_fall()):
+        no_loss = "the loss needs Task.embed, so an evaluation has none"
+        return not_shown(f"{probe.need_not_fall() or no_loss}, and no metric has a known direction")
     config, changes = experiments.short_config(), TaskChanges(eval_samples=_EVAL_SAMPLES)
     for factor in (1, experiments.patience):
         fell = _falls(experiments.learned(factor)[0])
@@ -135,7 +135,8 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
         )[0]
         better = [name for name in names if baseline.is_beaten(name, trained[name])]
         too_few = trained.get("samples", math.inf) < _TOO_FEW_EVAL_SAMPLES
-        lower = "loss" not in constant or trained["loss"] < constant["loss"]  # with Task.embed there is no loss
+        # With Task.embed there is no loss.
+        lower = probe.need_not_fall() or "loss" not in constant or trained["loss"] < constant["loss"]
         if (too_few and fell) or (lower and (better or not names)):
             break
     what = names[0] if names else "loss"
@@ -168,8 +169,7 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
             "whether it beats a constant output"
         )
         return not_shown(f"{text}: {losses}", **more)
-    without_labels = not lower and experiments.probe().without_labels
-    if without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
+    if not lower and probe.without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
         text = "the loss has no labels, and a constant output has almost no loss: it compares outputs of one sample"
         return not_shown(f"{text}; {losses}", **more)
     if not lower:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep_lab.verify.checks.learning import OPPONENTS, t_of_slope
+from lockstep_lab.verify.checks.learning import t_of_slope
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.free_outputs import least_loss, losses_by_draw
@@ -21,7 +21,6 @@ _LONGER = 4  # times as many steps, if samples are almost overfitted
 _LARGE_GAIN = 0.5  # of the loss of the best constant output; a loss with a floor may end there
 _DRAWS, _T_OF_GAIN, _LEAST_GAIN = 32, 2.6, 0.05  # the gain is a share of the same
 _FALLS = -2.6  # t of the slope
-_SAMPLING = frozenset(("multinomial", "bernoulli", "bernoulli_", "poisson", "binomial"))  # an action, not noise
 
 
 def overfit(experiments: ExperimentRunner) -> CheckResult:
@@ -30,8 +29,8 @@ def overfit(experiments: ExperimentRunner) -> CheckResult:
     A loss that draws random numbers, or cannot get close to zero, is compared with that of the best constant output.
     """
     probe = experiments.probe()
-    if probe.players:
-        return not_shown(OPPONENTS)
+    if text := probe.need_not_fall():
+        return not_shown(text)
     changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
     draws = bool(probe.random_without_dropout)
     (least,) = (0.0,) if draws else experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
@@ -103,7 +102,7 @@ def _judge(
         is_usual = names or least is None or probe.compares_samples or probe.gathers or probe.without_labels
         text += "" if names else ". A floor above zero may be the reason for the rest"
         return passed(text, **more) if is_usual or probe.by_statistics else not_shown(text, **more)
-    if names and (gain + error > enough or _SAMPLING.intersection(names)):
+    if names and gain + error > enough:
         return not_shown(f"{text}, which is too little to judge", **more)
     return fault(f"cannot overfit: {text}. {cause}", **more)
 
