@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.configs import config_file
+from lockstep_lab.verify import command
 from lockstep_lab.verify.data_probe import other_preparation
 from lockstep_lab.verify.task_probe import probe_task
-from tests import runs
+from tests import ranks, runs
 from tests.selection import mainly
 
 HERE = Path(__file__).resolve().parent
 RIGHT, WRONG = HERE / "unusual_kinds.py", HERE / "wrong_kinds.py"
+
+
+def verified(name, file, folder, checks):
+    settings = runs.config(task={"kind": f"{file}:{name}"}, batch={"global": 40})
+    config = config_file.parse(settings).model_dump(by_alias=True)
+    result = command.verify(config, 2, folder, checks=checks, quick=True, tell=lambda _: None, workers=ranks._ranks)
+    return result.checks
 
 
 def probe(name, file):
@@ -75,3 +84,30 @@ def test_inputs_that_are_normalised_differently_for_evaluations_are_found():
     assert [found(name, RIGHT) for name in ("StronglyAugmented", "TwoViewsOfBatch", "CausalTokens")] == [""] * 3
     assert " in training, but the same samples have mean " in found("OtherScale", WRONG)
     assert "Likely cause: Task.prepare normalises them differently" in found("OtherDeviation", WRONG)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "check", "said"),
+    [
+        ("BlindDenoised", "overfit", "cannot overfit: the loss of 8 samples is"),
+        ("MeanDivergence", "gradients", "a term is a mean or is added once per batch"),
+        ("NoMask", "predictions", "which is its target. Likely cause: the model has no causal mask"),
+        ("DropsInPrediction", "predictions", "drops features at random, with bernoulli_ at wrong_kinds.py"),
+        ("OtherScale", "evaluation", "Task.prepare normalises them differently"),
+    ],
+)
+def test_wrong_tasks_are_found_by_the_whole_command(name, check, said, tmp_path):
+    result = verified(name, WRONG, tmp_path, [check])[0]
+    assert result.status == "fault"
+    assert said in result.reason
+    assert f"Next: lockstep verify {WRONG}:{name} --checks " in result.reason
+
+
+@pytest.mark.exhaustive
+def test_samples_that_influence_each_other_are_one_finding(tmp_path):
+    checks = ["gradients", "ranks", "accumulation", "evaluation"]
+    first, *others = verified("StatisticsInEvaluation", WRONG, tmp_path, checks)
+    assert (first.status, "first in the model (Net)" in first.reason) == ("fault", True)
+    assert first.reason.endswith("Next: lockstep --explain global_loss")
+    assert [one.reason for one in others] == ["cannot be shown because of the cause that gradients names"] * 3

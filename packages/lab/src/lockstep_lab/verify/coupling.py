@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.task import Task
-from lockstep_lab.verify.comparable_task import sum_of_heads
+from lockstep_lab.verify.comparable_task import ComparableTask, sum_of_heads, to_float64
 from lockstep_lab.verify.derivative import own_backwards
 from lockstep_lab.verify.meeting_place import ResultRecorder, adds_up, meeting_place
 from lockstep_lab.verify.reference import data
@@ -21,6 +21,9 @@ from lockstep_lab.verify.step_operations import CoarseOperations, ComparingOpera
 COUPLED = 1e3  # roundings; if the loss is further off, samples influence each other
 _IS_MEAN = 1e-3  # relative difference below which a batch's loss is the mean over its halves, in coarse formats
 _SHRINKS = 0.8  # of the loss per unit: a sum over samples with their negatives grows, a mean has about 0.6
+
+_COMPARED_SAMPLES = 32  # for a loss that compares samples, and if samples are small
+_FEW_NUMBERS = 4000  # in a batch of up to 8 samples
 
 Batch = tuple[Any, int]
 """With its number of samples."""
@@ -214,6 +217,44 @@ def shrinking_heads(task: Task, model: nn.Module, batches: Sequence[Batch]) -> l
             and 0 < float(loss) / one < _SHRINKS * loss_of_halves / two
         ):
             found.append(head)
+    return found
+
+
+def halved(task: Task, samples: list[Any], device: torch.device, share: int = 2) -> list[Batch]:
+    """A batch of all samples, and its two parts, split after one in `share` samples. A single sample has one part."""
+    half = len(samples) // share
+    batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
+    return [(data.to_device(batch, device), size) for batch, size in batches]
+
+
+def find_coupling(
+    task: ComparableTask, model: nn.Module, batches: list[Batch], read: Callable[..., list[Any]]
+) -> Coupling:
+    """Find out how the loss of a batch differs from that of its halves, with more samples if eight may not show it.
+
+    Args:
+        read: up to `most` prepared samples.
+    """
+
+    def measured(share: int, most: int) -> tuple[Coupling, list[Batch]]:
+        samples, device = read(most=most), next(model.parameters()).device
+
+        def converted(samples: list[Any]) -> list[Batch]:  # so that the tensors of a batch are those in its loss
+            parts = halved(task, samples, device, share)
+            return [(to_float64(batch), size) for batch, size in parts] if task.changes.float64 else parts
+
+        parts = converted(samples)
+        return measure_coupling(task, model, parts, lambda: converted(samples * 2)[0][0]), parts
+
+    found, _ = measured(2, 8)
+    is_small = sum(tensor.numel() for tensor in data.tensors(batches[0][0])) <= _FEW_NUMBERS
+    if found.has_comparison or (not found.coupled_heads and is_small):
+        for share in (2, 4, 8):  # a split may show no coupling by chance, and so may few samples
+            found, _ = measured(share, _COMPARED_SAMPLES)
+            if found.compares_samples or not found.has_comparison:
+                break
+        if found.has_comparison and found.compares_samples:
+            found.mean_heads = shrinking_heads(task, model, measured(2, _COMPARED_SAMPLES)[1])
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -29,17 +29,14 @@ from lockstep_lab.verify.comparable_task import (
     buffers_put_back,
     disable_dropout,
     sum_of_heads,
-    to_float64,
 )
-from lockstep_lab.verify.coupling import COUPLED, Batch, Coupling, measure_coupling, shrinking_heads
+from lockstep_lab.verify.coupling import COUPLED, Coupling, find_coupling, halved
 from lockstep_lab.verify.derivative import wrong_derivative
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference
 from lockstep_lab.verify.step_operations import pretended_ranks
 from lockstep_lab.verify.zero_outputs import other_units
 
-_COMPARED_SAMPLES = 32  # for a loss that compares samples, and if samples are small
-_FEW_NUMBERS = 4000  # in a batch of up to 8 samples
 _SAMPLING = ("multinomial", "bernoulli", "bernoulli_", "poisson", "binomial")  # others draw noise
 _OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
 _NOT_ADDED_UP = 1e-3  # relative difference above which a weight does not add up
@@ -254,21 +251,11 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         samples = read(task)
         _find_seeding(probe, task, train_samples)
         before = generators.states()
-        (whole, _), *_ = _batches(task, samples, world.device)
+        (whole, _), *_ = halved(task, samples, world.device)
         probe.random_in_collate = generators.changed(before)
         with contextlib.suppress(Exception):  # training reports errors in the model or the loss itself
             probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
-        loss = loss_of_batch(task)
-        probe.random = generators.random_operations(loss, model, whole)
-        probe.random_in_evaluation = generators.random_operations(loss, model.eval(), whole)
-        with contextlib.suppress(Exception):  # other checks report whether the task can predict
-            probe.random_in_prediction = generators.random_operations(task.predict, model, whole)
-            probe.prediction_difference = differs(task.predict, model, whole)
-        dropped = generators.drawing_line(task.predict, model, whole)
-        probe.dropouts = disable_dropout(model)
-        with contextlib.suppress(Exception), DropoutDisabled():
-            if dropped and not generators.random_operations(task.predict, model.eval(), whole):
-                probe.dropped_in_prediction = dropped
+        _find_draws(probe, task, model, whole)
         probe.collectives = _collectives(task, whole, world.device)
         for float64 in (True, False):
             exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
@@ -276,15 +263,17 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 seed_everything(trainer.config)
                 model = exact.model().to(world.device).train()
                 samples = read(exact)
-                batches = _batches(exact, samples, world.device)
+                batches = halved(exact, samples, world.device)
                 probe.random_without_dropout = generators.random_operations(loss_of_batch(exact), model, batches[0][0])
                 _refuse_other_formats(model, float64)
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
-                _look_at_coupling(probe, exact, model, batches, partial(read, exact))
-                with contextlib.suppress(Exception):
-                    probe.sees_future = sees_future(loss_of_batch(exact), model.eval(), batches[0][0])
-                model.train()
+                found = find_coupling(exact, model, batches, partial(read, exact))
+                if probe.gathers:  # samples are compared on purpose, across the whole global batch
+                    found = Coupling(found.epsilon, found.coarse, found.own_backwards)
+                vars(probe).update(vars(found))
+                probe.has_comparison = found.has_comparison and bool(found.compares_samples)
+                probe.compares_samples = "" if found.mean_heads else found.compares_samples
                 probe.loss_difference = differs(loss_of_batch(exact), model, batches[-1][0])
                 _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
@@ -306,6 +295,23 @@ def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int
     samples_of: Any = task.train_data()
     first = range(min(most, train_samples, len(samples_of)))
     return data.read(task, samples_of, first, epoch=0, training=True, seed=seed, skip=skip)
+
+
+def _find_draws(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
+    """Find what draws random numbers, set all dropout probabilities to zero, and find out who sees later tokens."""
+    loss = loss_of_batch(task)
+    probe.random = generators.random_operations(loss, model, batch)
+    probe.random_in_evaluation = generators.random_operations(loss, model.eval(), batch)
+    with contextlib.suppress(Exception):  # other checks report whether the task can predict
+        probe.random_in_prediction = generators.random_operations(task.predict, model, batch)
+        probe.prediction_difference = differs(task.predict, model, batch)
+    dropped = generators.drawing_line(task.predict, model, batch)
+    probe.dropouts = disable_dropout(model)
+    with contextlib.suppress(Exception), DropoutDisabled():
+        if dropped and not generators.random_operations(task.predict, model.eval(), batch):
+            probe.dropped_in_prediction = dropped
+    with contextlib.suppress(Exception), DropoutDisabled():
+        probe.sees_future = sees_future(loss, model.eval(), batch)
 
 
 def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
@@ -331,54 +337,11 @@ def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
     ]
 
 
-def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 2) -> list[Batch]:
-    """A batch of all samples, and its two parts, split after one in `share` samples. A single sample has one part."""
-    half = len(samples) // share
-    batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
-    return [(data.to_device(batch, device), size) for batch, size in batches]
-
-
 def _refuse_other_formats(model: nn.Module, float64: bool) -> None:
     """Raises TypeError if a forward pass changed the format of a parameter from float64, as some routers do."""
     for name, parameter in model.named_parameters() if float64 else ():
         if parameter.is_floating_point() and parameter.dtype != torch.float64:
             raise TypeError(f"the forward pass converts the parameter {name} to {parameter.dtype}")
-
-
-def _look_at_coupling(
-    probe: TaskProbe, task: ComparableTask, model: nn.Module, batches: list[Batch], read: Callable[..., list[Any]]
-) -> None:
-    """Find out how the loss of a batch differs from that of its halves.
-
-    Args:
-        read: up to `most` prepared samples.
-    """
-
-    def converted(batches: list[Batch]) -> list[Batch]:  # so that the tensors of a batch are those in its loss
-        return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
-
-    device = next(model.parameters()).device
-
-    def measured(share: int = 2, most: int = 8) -> tuple[Coupling, list[Batch]]:
-        samples = read(most=most)
-        parts = converted(_batches(task, samples, device, share))
-        found = measure_coupling(task, model, parts, lambda: converted(_batches(task, samples * 2, device))[0][0])
-        return found, parts
-
-    found, parts = measured()
-    is_small = sum(tensor.numel() for tensor in data.tensors(parts[0][0])) <= _FEW_NUMBERS
-    if found.has_comparison or (not found.coupled_heads and is_small):
-        for share in (2, 4, 8):  # a split may show no coupling by chance, and so may few samples
-            found, parts = measured(share, _COMPARED_SAMPLES)
-            if found.compares_samples or not found.has_comparison:
-                break
-        if found.has_comparison and found.compares_samples:
-            found.mean_heads = shrinking_heads(task, model, measured(most=_COMPARED_SAMPLES)[1])
-    if needs_global_batch(task):  # samples are compared on purpose, across the whole global batch
-        found = Coupling(found.epsilon, found.coarse, found.own_backwards)
-    vars(probe).update(vars(found))
-    probe.has_comparison = found.has_comparison and bool(found.compares_samples)
-    probe.compares_samples = "" if found.mean_heads else found.compares_samples
 
 
 def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:
