@@ -69,7 +69,7 @@ def other_preparation(config: Mapping[str, Any]) -> str:
     ]
     if not pairs or any(one.ndim != other.ndim for one, other in pairs):
         return ""
-    kept = [float(torch.isin(other.unique(), one.unique()).double().mean()) for one, other in pairs]
+    kept = [float(torch.isin(torch.unique(other), torch.unique(one)).double().mean()) for one, other in pairs]
     evaluated, augmented = (torch.cat([one.flatten() for one in side]) for side in zip(*pairs, strict=True))
     shift = abs(float(evaluated.mean() - augmented.mean()))
     small, large = sorted((float(evaluated.std()), float(augmented.std())))

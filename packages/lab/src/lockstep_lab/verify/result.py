@@ -70,7 +70,7 @@ def passed(reason: str, **more: Any) -> CheckResult:
     return CheckResult("passed", reason, **more)
 
 
-def fault(reason: str, cause: str = "", **more: Any) -> CheckResult:
+def fault(reason: str, cause: str = "", /, **more: Any) -> CheckResult:
     """The promise is broken. `more`: further fields of the result."""
     reason = f"{reason}. Likely cause: {cause}" if cause else reason
     return CheckResult("fault", reason, cause=cause, **more)

@@ -68,12 +68,12 @@ def overfit(experiments: ExperimentRunner) -> CheckResult:
             return passed(f"overfits {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x {factor:g}", **more)
     config, folder = experiments.short_config(), str(experiments.folder / f"overfit-{factor:g}-{steps}")
     (losses,) = experiments.run("losses-by-draw", 1, losses_by_draw, config, folder, changes, _DRAWS if draws else 1)
-    tried = f"{len(curve)} steps, with optim.lr x {factor:g} ({', '.join(f'x {one:g}' for one in curves)} were tried)"
-    return _judge(probe, losses, least if curve[0] > least and left > -_LEFT_OF_LOSS else None, tried, more)
+    after = f"{len(curve)} steps, with optim.lr x {factor:g} ({', '.join(f'x {one:g}' for one in curves)} were tried)"
+    return _judge(probe, losses, least if curve[0] > least and left > -_LEFT_OF_LOSS else None, after, more)
 
 
 def _judge(
-    probe: TaskProbe, losses: Mapping[str, Sequence[float]], least: float | None, tried: str, more: dict[str, Any]
+    probe: TaskProbe, losses: Mapping[str, Sequence[float]], least: float | None, after: str, more: dict[str, Any]
 ) -> CheckResult:
     """The result for a loss that draws random numbers, or that does not get close to its least value.
 
@@ -85,7 +85,7 @@ def _judge(
     cause = "Likely cause: a part of the model that has no effect, labels that contradict each other, too small a model"
     cause += "" if names else ", or a loss with a floor above zero"
     if "constant" not in losses:
-        text = f"{tried} do not overfit {_FEW_SAMPLES} samples, and no constant output could be fitted to compare with"
+        text = f"{after} do not overfit {_FEW_SAMPLES} samples, and no constant output could be fitted to compare with"
         return not_shown(text, **more) if names or least is None else fault(f"{text}. {cause}", **more)
     constant = statistics.fmean(losses["constant"])
     gains = [one - other for one, other in zip(losses["constant"], losses["trained"], strict=True)]
@@ -94,7 +94,7 @@ def _judge(
     error = _T_OF_GAIN * statistics.stdev(gains) / math.sqrt(len(gains)) / scale if len(gains) > 1 else 0.0
     enough = _LEAST_GAIN if names or least is None else _LARGE_GAIN
     more |= {"value": gain, "bound": enough, "what": "gain over the best constant output"}
-    text = f"the loss of {_FEW_SAMPLES} samples is {statistics.fmean(losses['trained']):.4g} after {tried}; "
+    text = f"the loss of {_FEW_SAMPLES} samples is {statistics.fmean(losses['trained']):.4g} after {after}; "
     text += f"the best constant output has {constant:.4g}"
     if names:
         text = f"{text}: a gain of {gain:.2g} +- {error:.1g}, because the loss draws {', '.join(names[:3])}"
