@@ -21,7 +21,7 @@ from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep_lab.verify.reference import data
 
 _SAMPLES, _LONGEST_S = 2000, 1.0  # of each data set; reading images may take long
-_PREPARED, _EPOCHS = 16, 4  # samples, and their augmentations
+_PREPARED, _EPOCHS = 8, 3  # samples, and their augmentations
 _SCALED, _KEPT = 2.0, 0.05  # ratio of deviations; share of values that are the same in training
 _FEWEST_OF_CLASS, _FEWEST = 5, 40  # with fewer samples, an input may determine the labels by chance
 

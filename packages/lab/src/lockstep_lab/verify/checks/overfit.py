@@ -20,7 +20,7 @@ _FEW_SAMPLES = 8
 _LONGER = 4  # times as many steps, if samples are almost overfitted
 _LARGE_GAIN = 0.5  # of the loss of the best constant output; a loss with a floor may end there
 _DRAWS, _T_OF_GAIN, _LEAST_GAIN = 32, 2.6, 0.05  # the gain is a share of the same
-_FALLS = -2.6  # t of the slope
+_FALLS, _LAST = -2.6, 20  # t of the slope; steps
 
 
 def overfit(experiments: ExperimentRunner) -> CheckResult:
@@ -50,7 +50,7 @@ def overfit(experiments: ExperimentRunner) -> CheckResult:
             break
     if exploded is not None and not curves:
         raise exploded
-    factor = min(curves, key=lambda tried: _late(curves[tried]) if draws else _left(curves[tried], least))
+    factor = min(curves, key=lambda one: statistics.fmean(curves[one][-_LAST:]) if draws else _left(curves[one], least))
     if not draws and _left(curves[factor], least) > _LEFT_OF_LOSS and _still_falls(curves[factor], least):
         # A correct model may be slow, and --quick has fewer steps. So there is no fault while the loss falls.
         steps *= _LONGER
@@ -69,6 +69,7 @@ def overfit(experiments: ExperimentRunner) -> CheckResult:
     config, folder = experiments.short_config(), str(experiments.folder / f"overfit-{factor:g}-{steps}")
     (losses,) = experiments.run("losses-by-draw", 1, losses_by_draw, config, folder, changes, _DRAWS if draws else 1)
     after = f"{len(curve)} steps, with optim.lr x {factor:g} ({', '.join(f'x {one:g}' for one in curves)} were tried)"
+    after += ", and still falls" if draws and t_of_slope(curve[len(curve) // 2 :]) < _FALLS else ""
     return _judge(probe, losses, least if curve[0] > least and left > -_LEFT_OF_LOSS else None, after, more)
 
 
@@ -102,14 +103,9 @@ def _judge(
         is_usual = names or least is None or probe.compares_samples or probe.gathers or probe.without_labels
         text += "" if names else ". A floor above zero may be the reason for the rest"
         return passed(text, **more) if is_usual or probe.by_statistics else not_shown(text, **more)
-    if names and gain + error > enough:
+    if names and (gain + error > enough or "still falls" in after):
         return not_shown(f"{text}, which is too little to judge", **more)
     return fault(f"cannot overfit: {text}. {cause}", **more)
-
-
-def _late(curve: Sequence[float]) -> float:
-    """The mean loss of the last quarter of the steps."""
-    return statistics.fmean(curve[-max(1, len(curve) // 4) :])
 
 
 def _left(curve: Sequence[float], least: float) -> float:
