@@ -1,7 +1,10 @@
 """How the results of checks end."""
 
+from lockstep_lab.verify import command
+from lockstep_lab.verify.experiments import ExperimentFailed
 from lockstep_lab.verify.next_step import finished
 from lockstep_lab.verify.result import fault, not_shown, passed
+from packages.lab.tests.verify.made_up import experiments
 
 LONG = "the model draws random numbers in addition to dropout (randn_like), different ones on each rank"
 
@@ -37,6 +40,16 @@ def test_one_cause_is_one_fault():
     found = end(again, first)
     assert (found.status, found.reason) == ("not shown", "cannot be shown because of the cause that gradients names")
     assert end(named("ranks", fault("off", "other")), first).status == "fault"
+
+
+def test_one_error_of_several_experiments_is_one_fault(monkeypatch):
+    def failing(experiments):
+        raise ExperimentFailed("overfit", "rank 0 stopped because rank 1 failed: Task.loss: no head")
+
+    monkeypatch.setitem(command.CHECKS, "loss", failing)
+    first, again = (command._make_check("loss", experiments()) for _ in range(2))
+    assert (first.status, first.cause) == ("fault", "Task.loss: no head")
+    assert end(again, first).status == "not shown"
 
 
 def test_a_long_reason_is_repeated_by_the_name_of_its_check():

@@ -156,6 +156,7 @@ def _make_check(name: str, experiments: ExperimentRunner) -> CheckResult:
         check = CHECKS[name](experiments)
     except ExperimentFailed as failed:
         check = not_shown(failed.error) if failed.refused else fault(_failure(failed, experiments))
+        check.cause = failed.error.rpartition(" failed: ")[2]
     except LockstepError as error:  # for example a checkpoint that cannot be read
         check = fault(str(error))
     check.name = name

@@ -160,7 +160,7 @@ def _explain(
     """
     with torch.no_grad(), unchanged_buffers(model), RepeatedDraws([*range(batches[0][1])] * 2, split.draws):
         doubled = float(sum_of_heads(data.losses(task, model, twice))) - 2 * sum(split.losses[0].values())
-    found.adds_once = abs(doubled - split.coupling) < 0.1 * abs(split.coupling)
+    found.adds_once = abs(doubled - split.coupling) < 0.5 * abs(split.coupling)
     found.compares_samples = "" if found.adds_once else found.compares_samples
     model.eval()
     is_independent = _Split(task, model, batches).is_independent
