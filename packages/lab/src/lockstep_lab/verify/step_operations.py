@@ -169,7 +169,8 @@ class RepeatedDraws(Observer):
 
     def __init__(self, places: Sequence[int], whole: RepeatedDraws | None = None) -> None:
         super().__init__()
-        self.places, self.whole, self.failed = list(places), whole, False
+        self.places, self.whole = list(places), whole
+        self.failed = whole is not None and whole.failed
         self.drawn: list[Tensor] = []
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -183,8 +184,7 @@ class RepeatedDraws(Observer):
         self.drawn.append(result.clone() if isinstance(result, Tensor) else result)
         if self.whole is None or self.failed:
             return result
-        number, known = len(self.drawn) - 1, self.whole.drawn
-        value = known[number] if number < len(known) else result[:0]
+        value = self.whole.drawn[len(self.drawn) - 1] if len(self.drawn) <= len(self.whole.drawn) else torch.empty(0)
         if value.shape != result.shape and value.shape[:1] == (len(self.whole.places),):
             value = value[self.places]
         self.failed = value.shape != result.shape
