@@ -170,7 +170,7 @@ class RepeatedDraws(Observer):
     def __init__(self, places: Sequence[int], whole: RepeatedDraws | None = None) -> None:
         super().__init__()
         self.places, self.whole = list(places), whole
-        self.failed = whole is not None and whole.failed
+        self.failed: bool = whole is not None and whole.failed
         self.drawn: list[Tensor] = []
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
