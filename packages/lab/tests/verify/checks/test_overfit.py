@@ -91,7 +91,7 @@ def test_the_learning_rate_of_the_few_samples_is_that_of_the_training(monkeypatc
         assert [group["lr"] for group in optim["groups"]] == [pytest.approx(0.1 * made.global_batch / 1024), None]
         return [recording([2.0, 1.0])]
 
-    made = experiments({"least-loss": 0.0})
+    made = experiments({"least-loss": 0.0, "losses-by-draw": {"trained": [1.0], "constant": [2.0]}})
     monkeypatch.setattr(type(made), "train", train)
     groups = [{"name": "slow", "match": ["a.*"], "lr": 0.1}, {"name": "norms", "match": ["b.*"], "lr": None}]
     made.config["optim"] |= {"groups": groups, "lr": 1.6, "lr_scaling": "linear", "reference_batch": 1024}
