@@ -54,9 +54,8 @@ def experiments(answers=None, nproc=2, steps=12, folder=Path("nowhere"), workers
     """answers: by name of the experiment, a list with the answer of each rank, or the answer of rank 0."""
     config = config_file.parse(runs.config(**sections), needs_task=False).model_dump(by_alias=True)
     made = MadeUpExperiments(config, nproc, folder, workers or NoWorkers(), steps=steps)
-    given = {"task-probe": TaskProbe(epsilon=1e-16), "data-sizes": [(240, 0)], "data-probe": [Answer([])]} | (
-        answers or {}
-    )
+    given = {"task-probe": TaskProbe(epsilon=1e-16), "data-sizes": [(240, 0)]}
+    given |= {"data-probe": [Answer([])], "preparation": ""} | (answers or {})
     lists = {name: answer if isinstance(answer, list) else [answer] for name, answer in given.items()}
     made.answers = {
         name: [answer if isinstance(answer, Answer | WorkerEnded) else Answer(answer) for answer in answers]

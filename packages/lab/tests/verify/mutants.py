@@ -235,7 +235,7 @@ _task(
     "NoisyInEvaluation",
     says="the same batch gives different results",
 )
-_task("dropout in evaluation by mistake", "evaluation", "DropoutInEvaluation", says="in evaluation mode", note=True)
+_task("dropout in evaluation by mistake", "predictions", "DropoutInEvaluation", says="drops features at random")
 _task("model seeded with the clock", "determinism", "ClockSeededModel", says="initial weights")
 _task("model whose mode depends on the clock", "determinism", "ModeByClock", says="body.scale")
 _task("a branch of the model on rank 0 alone", "ranks", "BranchOnFirstRank", base="unused", says="depends on the rank")

@@ -138,7 +138,7 @@ def test_the_line_in_which_samples_meet_is_named_with_the_way_out():
         assert "reduction='sum'" not in said
         for remedy in ("Task.embed", "Task.weight returns the sum of the weights"):
             assert remedy in said
-    assert "samples influence each other, first in the model, or" in probe("CoupledInModel").diagnosis()
+    assert "samples influence each other, first in the model (Centred), or" in probe("CoupledInModel").diagnosis()
     assert probe("Base", RIGHT).meets_at == ""
 
 

@@ -1,4 +1,4 @@
-"""The tasks of `unusual_models`, `unusual_losses` and `unusual_data`, and how the command line takes them."""
+"""The unusual tasks, and how the command line takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.core.task import Task
 
-MODULES = ("unusual_models", "unusual_losses", "unusual_data")
+MODULES = ("unusual_models", "unusual_losses", "unusual_data", "unusual_kinds")
 COMMON = {"optim.lr": "0.01", "batch.global": "40", "device": "cpu"}
 
 

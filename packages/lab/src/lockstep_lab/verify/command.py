@@ -17,7 +17,7 @@ import torch
 import lockstep
 from lockstep.core import atomic, devices
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean, number_of
-from lockstep_lab.verify import html_report, report, worker_functions
+from lockstep_lab.verify import html_report, next_step, report, worker_functions
 from lockstep_lab.verify.checks import CHECKS, DEFAULT
 from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, VerifyResult, fault, not_shown
@@ -88,6 +88,7 @@ def verify(
         for name in checks or DEFAULT:
             _announce(name)
             check = _make_check(name, experiments)
+            check = next_step.finished(check, result.checks, next_step.target(config), str(run_dir / LOG))
             result.checks.append(check)
             tell(report.line(check))
         result.seconds = round(time.perf_counter() - start, 1)
@@ -155,6 +156,7 @@ def _make_check(name: str, experiments: ExperimentRunner) -> CheckResult:
         check = CHECKS[name](experiments)
     except ExperimentFailed as failed:
         check = not_shown(failed.error) if failed.refused else fault(_failure(failed, experiments))
+        check.cause = failed.error.rpartition(" failed: ")[2]
     except LockstepError as error:  # for example a checkpoint that cannot be read
         check = fault(str(error))
     check.name = name

@@ -79,7 +79,8 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
     with join_world(trainer.config.device) as world:
         seed_everything(trainer.config)
         model = task.model().to(world.device).eval()
-        if not task.eval_data():
+        held_out = task.eval_data()
+        if held_out is None or not len(held_out):  # type: ignore[arg-type]  # a tensor has no truth value
             return ConstantBaseline(obstacle="there is no evaluation data", no_data=True)
         baseline = ConstantBaseline(no_predict=is_default(task.task.predict))
         baseline.untrained = evaluate_model(task, model, config, world.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.defaults import is_default
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
 from lockstep.parts.digest import digest_of_batch
@@ -19,6 +21,8 @@ from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep_lab.verify.reference import data
 
 _SAMPLES, _LONGEST_S = 2000, 1.0  # of each data set; reading images may take long
+_PREPARED, _EPOCHS = 8, 3  # samples, and their augmentations
+_SCALED, _KEPT = 2.0, 0.05  # ratio of deviations; share of values that are the same in training
 _FEWEST_OF_CLASS, _FEWEST = 5, 40  # with fewer samples, an input may determine the labels by chance
 
 
@@ -44,6 +48,45 @@ def _batches(task: Task, samples: Any, *, training: bool) -> Iterator[Any]:
             yield task.collate([sample])
         if time.monotonic() > deadline:
             return
+
+
+def other_preparation(config: Mapping[str, Any]) -> str:
+    """A complaint if inputs are scaled differently for evaluations than in training; else empty.
+
+    Augmentation keeps the mean and the deviation of inputs roughly, or it keeps some of their values, as masks do.
+    """
+    trainer = Trainer(config, quiet=True)
+    task = ComparableTask(task_of(trainer), TaskChanges(train_samples=_PREPARED))
+    if is_default(task.task.prepare):
+        return ""
+    with join_world(trainer.config.device):
+        samples: Any = task.train_data()
+        read = functools.partial(data.read, task, samples, range(len(samples)), seed=0, skip=True)
+        plain = _inputs(task, read(epoch=0, training=False))
+        trained = [_inputs(task, read(epoch=epoch, training=True)) for epoch in range(_EPOCHS)]
+    pairs = [
+        (one, other) for epoch in trained if len(epoch) == len(plain) for one, other in zip(plain, epoch, strict=True)
+    ]
+    if not pairs or any(one.ndim != other.ndim for one, other in pairs):
+        return ""
+    kept = [float(torch.isin(torch.unique(other), torch.unique(one)).double().mean()) for one, other in pairs]
+    evaluated, augmented = (torch.cat([one.flatten() for one in side]) for side in zip(*pairs, strict=True))
+    shift = abs(float(evaluated.mean() - augmented.mean()))
+    small, large = sorted((float(evaluated.std()), float(augmented.std())))
+    if not small or max(large / small / _SCALED, shift / large) < 1 or sum(kept) > _KEPT * len(kept):
+        return ""
+    return (
+        f"inputs have mean {augmented.mean():.3g} and deviation {augmented.std():.3g} in training, but the same "
+        f"samples have mean {evaluated.mean():.3g} and deviation {evaluated.std():.3g} in an evaluation. Likely cause: "
+        "Task.prepare normalises them differently if training is false"
+    )
+
+
+def _inputs(task: Task, samples: Sequence[Any]) -> list[Tensor]:
+    """The first tensor of several floating-point numbers of each sample; empty if a sample has none."""
+    batches = [data.tensors(task.collate([sample])) for sample in samples]
+    found = [[one.double() for one in batch if one.is_floating_point() and one.numel() > 3][:1] for batch in batches]
+    return [one for (one,) in found] if all(found) else []
 
 
 def overlap(training: Sequence[Any], evaluation: Sequence[Any]) -> list[str]:

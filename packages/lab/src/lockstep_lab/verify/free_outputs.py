@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from lockstep.core.parallel.world import join_world
 from lockstep.core.run_model import seed_everything
 from lockstep.core.task import Task
 from lockstep.trainer.trainer import Trainer
+from lockstep_lab.verify import generators
 from lockstep_lab.verify.by_index import task_of
 from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep_lab.verify.reference import data
+from lockstep_lab.verify.reference.evaluation import trained_model
 
 _BATCH_SIZE = 64
 _MOST_NUMBERS = 8_000_000  # L-BFGS keeps up to 120 copies of them
@@ -101,10 +104,26 @@ def _constant_shape(tensor: Tensor, by_token: bool) -> tuple[int, ...]:
     return (tensor.shape[1], *(1 for _ in tensor.shape[2:]))
 
 
-def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:
+def _mean_loss(task: Task, model: nn.Module, batches: Any, units: Mapping[str, float], draw: int) -> Tensor:
+    """The total loss per unit, with the random numbers of the draw `draw`."""
+    generators.disturb(draw)
+    total = torch.zeros((), dtype=torch.float64)
+    for batch, _ in batches:
+        for head, loss in data.losses(task, model, batch).items():
+            count = data.units_of(units, head)
+            total = total + (task.coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
+    return total
+
+
+def fit_outputs(
+    task: Task, outputs: FreeOutputs, device: torch.device, draws: Sequence[int] = (0,)
+) -> tuple[float, float]:
     """Fit the outputs to the task's training data with the task's loss.
 
     The best constant output is the frequency of each class for cross-entropy, and the mean for a squared error.
+
+    Args:
+        draws: of the random numbers of the loss. The mean over them is fitted.
 
     Returns:
         The loss of outputs that are all zero, and the loss of the fitted outputs.
@@ -114,15 +133,10 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
     """
     batches = _batches(task, device)
     units = data.count_units(task, batches)
-    coefficients = task.coefficients
 
     def objective() -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for batch, _ in batches:
-            for head, loss in data.losses(task, outputs, batch).items():
-                count = data.units_of(units, head)
-                total = total + (coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
-        return total
+        losses = [_mean_loss(task, outputs, batches, units, draw) for draw in draws]
+        return torch.stack(losses).mean()
 
     first, parameters = objective(), list(outputs.outputs)
     if sum(parameter.numel() for parameter in parameters) > _MOST_NUMBERS:
@@ -187,3 +201,27 @@ def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:
         except Exception:
             return 0.0
     return max(0.0, least) if least < 0.99 * first else 0.0  # a loss that ignores the outputs has no least value
+
+
+def losses_by_draw(config: Mapping[str, Any], folder: str, changes: TaskChanges, draws: int) -> dict[str, list[float]]:
+    """The losses of a few training samples with the same random draws for each model.
+
+    Returns:
+        those of the model that was `trained` in `folder`, and of the best `constant` output, if one can be fitted.
+    """
+    trainer = Trainer(config, quiet=True)
+    task = ComparableTask(task_of(trainer), changes)
+    with join_world(trainer.config.device) as world:
+        seed_everything(trainer.config)
+        outputs = FreeOutputs(task.model().to(world.device).train(), constant=True)
+        models = {"trained": trained_model(task, folder, config, world.device).train()}
+        with contextlib.suppress(Exception):
+            fit_outputs(task, outputs, world.device, range(draws))
+            models["constant"] = outputs
+        batches = _batches(task, world.device)
+        units, fresh = data.count_units(task, batches), range(draws, 2 * draws)
+        with torch.no_grad():
+            return {
+                name: [float(_mean_loss(task, model, batches, units, draw)) for draw in fresh]
+                for name, model in models.items()
+            }

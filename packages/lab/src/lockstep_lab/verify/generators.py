@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,6 +39,20 @@ def random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, b
     # Operations such as attention can draw, but do not if their dropout is zero. So the generator decides.
     by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in names else []
     return [name for name in names if name != "torch"] + by_torch
+
+
+def drawing_line(predict: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
+    """The first line at which predictions draw random numbers; empty if none, or if they are meant to.
+
+    The mean of several passes is meant to, and so is a line with `training=True`.
+    """
+    passes: list[None] = []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    with contextlib.suppress(Exception), torch.no_grad(), RandomOperations() as drawn:
+        predict(model, batch)
+    handle.remove()
+    intended = len(passes) > 1 or any("training=True" in line for line in drawn.lines)
+    return "" if intended else next(iter(drawn.places), "")
 
 
 def disturb(number: int) -> None:

@@ -69,7 +69,7 @@ def meeting_place(whole: ResultRecorder, halves: Sequence[ResultRecorder], sizes
         for one, *of_halves in zip(whole.found, *(half.found for half in halves), strict=True)
         if not one.shifts
         and any(
-            not _adds_up(*tensors, sizes=sizes)
+            not adds_up(*tensors, sizes=sizes)
             for tensors in zip(one.tensors, *(half.tensors for half in of_halves), strict=False)
         )
     ]
@@ -77,7 +77,7 @@ def meeting_place(whole: ResultRecorder, halves: Sequence[ResultRecorder], sizes
     return "" if first is None else f"`{first.name}` at {first.place}" if first.place else first.name
 
 
-def _adds_up(whole: Tensor, first: Tensor, second: Tensor, *, sizes: Sequence[int]) -> bool:
+def adds_up(whole: Tensor, first: Tensor, second: Tensor, *, sizes: Sequence[int]) -> bool:
     if not whole.ndim == first.ndim == second.ndim:
         return False
     if whole.shape == first.shape == second.shape:

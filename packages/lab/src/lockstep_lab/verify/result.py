@@ -31,6 +31,8 @@ class CheckResult:
     """The rows of a table for people, such as predictions next to the truth."""
     seconds: float = 0.0
     """The time of the check."""
+    cause: str = ""
+    """The cause that `reason` ends with, if the same cause may make several checks fail."""
 
 
 @dataclass
@@ -68,9 +70,10 @@ def passed(reason: str, **more: Any) -> CheckResult:
     return CheckResult("passed", reason, **more)
 
 
-def fault(reason: str, **more: Any) -> CheckResult:
+def fault(reason: str, cause: str = "", /, **more: Any) -> CheckResult:
     """The promise is broken. `more`: further fields of the result."""
-    return CheckResult("fault", reason, **more)
+    reason = f"{reason}. Likely cause: {cause}" if cause else reason
+    return CheckResult("fault", reason, cause=cause, **more)
 
 
 def not_shown(reason: str, **more: Any) -> CheckResult:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.errors import listed, number_of
 from lockstep_lab.verify.comparable_task import TaskChanges
 from lockstep_lab.verify.experiments import ExperimentRunner, once
+from lockstep_lab.verify.next_step import target
 from lockstep_lab.verify.recorder import RecorderOptions, Recording
 from lockstep_lab.verify.reference.checkpoint import newest
 
@@ -71,8 +72,8 @@ class FirstDifference:
 
 
 def virtual_ranks(experiments: ExperimentRunner) -> int:
-    """The config's number of virtual ranks, or 4."""
-    return experiments.config["parallel"]["virtual_ranks"] or _VIRTUAL_RANKS
+    """The config's number of virtual ranks, or at least 4."""
+    return experiments.config["parallel"]["virtual_ranks"] or max(_VIRTUAL_RANKS, experiments.nproc)
 
 
 def steps(experiments: ExperimentRunner) -> int:
@@ -261,5 +262,4 @@ def _examined(experiments: ExperimentRunner) -> list[Recording]:
 
 
 def _command(experiments: ExperimentRunner, check: str) -> str:
-    kind = str(experiments.config["task"].get("kind", ""))
-    return f"lockstep verify {kind if '.py:' in kind else experiments.config['name']} --checks {check}"
+    return f"lockstep verify {target(experiments.config)} --checks {check}"

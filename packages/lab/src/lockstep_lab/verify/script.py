@@ -16,7 +16,7 @@ import torch
 import lockstep
 from lockstep.core import devices
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean, number_of
-from lockstep_lab.verify import command, compare, report, script_compare
+from lockstep_lab.verify import command, compare, next_step, report, script_compare
 from lockstep_lab.verify.experiments import ExperimentFailed, values_of
 from lockstep_lab.verify.result import CheckResult, VerifyResult, fault, not_shown, passed
 from lockstep_lab.verify.script_causes import causes_in
@@ -74,6 +74,7 @@ def verify_script(
         tell(report.HEAD)
         for name in dict.fromkeys(["determinism", *(checks or CHECKS)]):
             check = _make(name, runs)
+            check = next_step.finished(check, result.checks, script, str(run_dir / command.LOG))
             result.checks.append(check)
             tell(report.line(check))
             if name == "determinism" and check.status == "fault":

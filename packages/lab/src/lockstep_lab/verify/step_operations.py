@@ -6,6 +6,7 @@ No other module of the package uses the names of torch's collective operators.
 from __future__ import annotations
 
 import contextlib
+import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,6 +141,8 @@ class RandomOperations(Observer):
         self.places: list[str] = []
         """File and line of each operation that changed the state of the CPU's global generator. On other devices, of
         each operation that may draw."""
+        self.lines: list[str] = []
+        """The text of these lines."""
         self._wanted = wanted
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -150,8 +153,42 @@ class RandomOperations(Observer):
         result = func(*args, **kwargs)
         on_cpu = not isinstance(result, Tensor) or result.device.type == "cpu"
         if not on_cpu or not bool((before == torch.default_generator.get_state()).all()):
-            self.places.append(f"{self.names[-1]} at {place_of_caller()[0]}")
+            frame = caller((_VERIFY,))
+            self.places.append(f"{self.names[-1]} at {place_of(frame)}")
+            self.lines.append(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
         return result
+
+
+class RepeatedDraws(Observer):
+    """Inside, a pass over some samples of a batch draws the numbers that the pass over the whole batch drew for them.
+
+    Args:
+        places: of the samples in the batch.
+        whole: what the pass over the whole batch drew; None: this is that pass.
+    """
+
+    def __init__(self, places: Sequence[int], whole: RepeatedDraws | None = None) -> None:
+        super().__init__()
+        self.places, self.whole = list(places), whole
+        self.failed: bool = whole is not None and whole.failed
+        self.drawn: list[Tensor] = []
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch.default_generator.get_state()
+        result = func(*args, **kwargs)
+        if torch.equal(before, torch.default_generator.get_state()):  # such as attention without dropout
+            return result
+        self.failed |= not isinstance(result, Tensor)
+        self.drawn.append(result.clone() if isinstance(result, Tensor) else result)
+        if self.whole is None or self.failed:
+            return result
+        value = self.whole.drawn[len(self.drawn) - 1] if len(self.drawn) <= len(self.whole.drawn) else torch.empty(0)
+        if value.shape != result.shape and value.shape[:1] == (len(self.whole.places),):
+            value = value[self.places]
+        self.failed = value.shape != result.shape
+        return result if self.failed else result.copy_(value)
 
 
 class CoarseOperations(Observer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,23 +20,25 @@ from lockstep.trainer.trainer import Trainer
 from lockstep.updates.players import Player
 from lockstep_lab.verify import generators
 from lockstep_lab.verify.by_index import task_of
+from lockstep_lab.verify.causality import sees_future
 from lockstep_lab.verify.comparable_task import (
     ComparableTask,
+    DropoutDisabled,
     TaskChanges,
     batch_norm_modules,
     buffers_put_back,
     disable_dropout,
     sum_of_heads,
-    to_float64,
 )
-from lockstep_lab.verify.coupling import COUPLED, Batch, Coupling, measure_coupling, shrinking_heads
+from lockstep_lab.verify.coupling import COUPLED, Coupling, find_coupling, halved
 from lockstep_lab.verify.derivative import wrong_derivative
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference
 from lockstep_lab.verify.step_operations import pretended_ranks
 from lockstep_lab.verify.zero_outputs import other_units
 
-_COMPARED_SAMPLES = 32  # for a loss that compares samples
+_SAMPLING = ("multinomial", "bernoulli", "bernoulli_", "poisson", "binomial")  # others draw noise
+_OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
 _NOT_ADDED_UP = 1e-3  # relative difference above which a weight does not add up
 
 
@@ -72,6 +74,10 @@ class TaskProbe(Coupling):
     """The difference of the weight of a batch from the sum over its samples."""
     model_difference: str = ""
     """The difference of two models that were made with the same seed. See `repetition`."""
+    dropped_in_prediction: str = ""
+    """The place of a dropout that is active in `Task.predict`, except on purpose."""
+    sees_future: str = ""
+    """See `causality.sees_future`."""
     loss_difference: str = ""
     """The losses of the same batch with the same seed, if they differ: two values."""
     prediction_difference: str = ""
@@ -94,6 +100,13 @@ class TaskProbe(Coupling):
 
     derivative: Literal["compared", "wrong", ""] = ""
     """True if the gradient was compared with a numerical derivative, and differs."""
+
+    def need_not_fall(self) -> str:
+        """Why the loss of a right training need not fall; empty if it must."""
+        actions = [name for name in self.random_without_dropout if name in _SAMPLING]
+        if actions:
+            return f"the loss draws actions from the model's output ({', '.join(actions)}), as a policy gradient does"
+        return _OPPONENTS if self.players else ""
 
     def own_gradients(self) -> str:
         """Words for the end of a reason, if there are custom backward passes."""
@@ -144,6 +157,10 @@ class TaskProbe(Coupling):
 
     def obstacle(self) -> str | None:
         """Why trainings on different numbers of ranks cannot be compared; None if they can."""
+        return self.unrepeatable() or self.dependence_on_split()
+
+    def unrepeatable(self) -> str | None:
+        """Why equal passes over equal batches differ, or ranks depend on each other; None if they do not."""
         if self.moving > COUPLED * self.epsilon:
             return (
                 f"a second training pass on the same batch has a different loss ({self.moving:.2g} off): the model or "
@@ -151,6 +168,16 @@ class TaskProbe(Coupling):
             )
         if self.cause_of_indeterminism():
             return f"{self.cause_of_indeterminism()}; see determinism"
+        if self.collectives:
+            names = ", ".join(self.collectives[:3])
+            return f"Task.loss makes collectives ({names}): it depends on which samples other ranks have"
+        return None
+
+    def dependence_on_split(self) -> str | None:
+        """Why a right training depends on the split of the batch into micro-batches; None if it does not.
+
+        With the same virtual ranks, the split is the same on any number of ranks.
+        """
         if self.random_without_dropout:
             operations = ", ".join(self.random_without_dropout[:3])
             return f"the model draws random numbers in addition to dropout ({operations}), different ones on each rank"
@@ -162,14 +189,17 @@ class TaskProbe(Coupling):
                 f"{self.without_statistics} BatchNorm modules keep no running statistics, "
                 "so their result depends on how the batch is split"
             )
-        if self.collectives:
-            names = ", ".join(self.collectives[:3])
-            return f"Task.loss makes collectives ({names}): it depends on which samples other ranks have"
         if self.compares_samples:
             return (
                 f"the loss of a batch is not the sum over its parts (off by {self.coupling:.2g} on a batch of two "
                 "halves): Task.loss compares the samples of a micro-batch with each other, as with in-batch negatives, "
                 f"{self.compares_samples}"
+            )
+        if self.by_statistics:
+            return (
+                f"{self.by_statistics} depends on which samples share a micro-batch (off by {self.coupling:.2g} on a "
+                "batch of two halves). Accept that it counts for each micro-batch, synchronise it over ranks, freeze "
+                "it, or give the loss the global batch with Task.embed: lockstep --explain global_loss"
             )
         return None
 
@@ -183,9 +213,10 @@ class TaskProbe(Coupling):
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
             return f"Task.loss must return a SUM over its units (reduction='sum'), but returns a mean{heads}: {off}"
-        if self.coupling > COUPLED * self.epsilon:
+        if self.is_no_sum:
+            once = "a term is a mean or is added once per batch, or " if self.adds_once else ""
             return (
-                f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other"
+                f"the loss of a micro-batch is not the sum over its samples ({off}): {once}samples influence each other"
                 f"{self.meets_at and f', first in {self.meets_at}'}, or Task.weight counts wrongly. A ratio over the "
                 "batch (Dice, IoU, F-beta) gets the global batch through Task.embed; for a mean with class weights, "
                 "Task.weight returns the sum of the weights: lockstep --explain global_loss"
@@ -220,18 +251,11 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         samples = read(task)
         _find_seeding(probe, task, train_samples)
         before = generators.states()
-        (whole, _), *_ = _batches(task, samples, world.device)
+        (whole, _), *_ = halved(task, samples, world.device)
         probe.random_in_collate = generators.changed(before)
         with contextlib.suppress(Exception):  # training reports errors in the model or the loss itself
             probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
-        loss = loss_of_batch(task)
-        probe.random = generators.random_operations(loss, model, whole)
-        probe.random_in_evaluation = generators.random_operations(loss, model.eval(), whole)
-        with contextlib.suppress(Exception):  # other checks report whether the task can predict
-            probe.random_in_prediction = generators.random_operations(task.predict, model, whole)
-            probe.prediction_difference = differs(task.predict, model, whole)
-        model.train()
-        probe.dropouts = disable_dropout(model)
+        _find_draws(probe, task, model, whole)
         probe.collectives = _collectives(task, whole, world.device)
         for float64 in (True, False):
             exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
@@ -239,12 +263,17 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 seed_everything(trainer.config)
                 model = exact.model().to(world.device).train()
                 samples = read(exact)
-                batches = _batches(exact, samples, world.device)
+                batches = halved(exact, samples, world.device)
                 probe.random_without_dropout = generators.random_operations(loss_of_batch(exact), model, batches[0][0])
                 _refuse_other_formats(model, float64)
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
-                _look_at_coupling(probe, exact, model, batches, partial(read, exact))
+                found = find_coupling(exact, model, batches, partial(read, exact))
+                if probe.gathers:  # samples are compared on purpose, across the whole global batch
+                    found = Coupling(found.epsilon, found.coarse, found.own_backwards)
+                vars(probe).update(vars(found))
+                probe.has_comparison = found.has_comparison and bool(found.compares_samples)
+                probe.compares_samples = "" if found.mean_heads else found.compares_samples
                 probe.loss_difference = differs(loss_of_batch(exact), model, batches[-1][0])
                 _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
@@ -266,6 +295,23 @@ def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int
     samples_of: Any = task.train_data()
     first = range(min(most, train_samples, len(samples_of)))
     return data.read(task, samples_of, first, epoch=0, training=True, seed=seed, skip=skip)
+
+
+def _find_draws(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
+    """Find what draws random numbers, set all dropout probabilities to zero, and find out who sees later tokens."""
+    loss = loss_of_batch(task)
+    probe.random = generators.random_operations(loss, model, batch)
+    probe.random_in_evaluation = generators.random_operations(loss, model.eval(), batch)
+    with contextlib.suppress(Exception):  # other checks report whether the task can predict
+        probe.random_in_prediction = generators.random_operations(task.predict, model, batch)
+        probe.prediction_difference = differs(task.predict, model, batch)
+    dropped = generators.drawing_line(task.predict, model, batch)
+    probe.dropouts = disable_dropout(model)
+    with contextlib.suppress(Exception), DropoutDisabled():
+        if dropped and not generators.random_operations(task.predict, model.eval(), batch):
+            probe.dropped_in_prediction = dropped
+    with contextlib.suppress(Exception), DropoutDisabled():
+        probe.sees_future = sees_future(loss, model.eval(), batch)
 
 
 def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
@@ -291,45 +337,11 @@ def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
     ]
 
 
-def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 2) -> list[Batch]:
-    """A batch of all samples, and its two parts, split after one in `share` samples. A single sample has one part."""
-    half = len(samples) // share
-    batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
-    return [(data.to_device(batch, device), size) for batch, size in batches]
-
-
 def _refuse_other_formats(model: nn.Module, float64: bool) -> None:
     """Raises TypeError if a forward pass changed the format of a parameter from float64, as some routers do."""
     for name, parameter in model.named_parameters() if float64 else ():
         if parameter.is_floating_point() and parameter.dtype != torch.float64:
             raise TypeError(f"the forward pass converts the parameter {name} to {parameter.dtype}")
-
-
-def _look_at_coupling(
-    probe: TaskProbe, task: ComparableTask, model: nn.Module, batches: list[Batch], read: Callable[..., list[Any]]
-) -> None:
-    """Find out how the loss of a batch differs from that of its halves.
-
-    Args:
-        read: up to `most` prepared samples.
-    """
-
-    def converted(batches: list[Batch]) -> list[Batch]:  # so that the tensors of a batch are those in its loss
-        return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
-
-    found = measure_coupling(task, model, converted(batches))
-    if found.has_comparison:  # a split may show no coupling by chance
-        samples, device = read(most=_COMPARED_SAMPLES), next(model.parameters()).device
-        for share in (2, 4, 8):
-            found = measure_coupling(task, model, converted(_batches(task, samples, device, share)))
-            if found.compares_samples:
-                found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
-                break
-    if needs_global_batch(task):  # samples are compared on purpose, across the whole global batch
-        found = Coupling(found.epsilon, found.coarse, found.own_backwards)
-    vars(probe).update(vars(found))
-    probe.has_comparison = found.has_comparison and bool(found.compares_samples)
-    probe.compares_samples = "" if found.mean_heads else found.compares_samples
 
 
 def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:

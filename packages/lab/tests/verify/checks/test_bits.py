@@ -8,9 +8,13 @@ import torch.distributed as dist
 from lockstep.configs import config_file
 from lockstep.core.parallel.pretended import pretended_world
 from lockstep_lab.verify import command, same_bits
+from lockstep_lab.verify.checks import bits as checks_bits
 from lockstep_lab.verify.checks.bits import bits
 from lockstep_lab.verify.dependence import noted_reads, state_outside
-from lockstep_lab.verify.same_bits import BitsOutcome, first_difference
+from lockstep_lab.verify.experiments import ExperimentFailed
+from lockstep_lab.verify.result import passed
+from lockstep_lab.verify.same_bits import BitsOutcome, Way, first_difference
+from lockstep_lab.verify.task_probe import TaskProbe
 from packages.lab.tests.verify import rank_tasks
 from packages.lab.tests.verify.made_up import experiments
 from tests import ranks, runs
@@ -22,6 +26,34 @@ def verified(folder, kind, checks=("bits",), nproc=2, **sections):
     config = config_file.parse(settings).model_dump(by_alias=True)
     result = command.verify(config, nproc, folder, checks=checks, steps=6, tell=lambda _: None, workers=ranks._ranks)
     return {check.name: check for check in result.checks}
+
+
+WAYS = [Way(((1, None),)), Way(((2, None),))]
+
+
+@pytest.mark.parametrize(
+    ("probe", "is_compared"),
+    [
+        (TaskProbe(), False),
+        (TaskProbe(random_without_dropout=["randn_like"]), True),
+        (TaskProbe(coupling=0.1, by_statistics="the module 1"), True),
+        (TaskProbe(coupling=0.1), False),  # a fault, which the comparison must find
+        (TaskProbe(random_without_dropout=["randn_like"], collectives=["all_gather"]), False),
+    ],
+)
+def test_a_right_task_that_depends_on_the_split_is_compared_on_virtual_ranks(probe, is_compared, monkeypatch):
+    monkeypatch.setattr(checks_bits, "compared", lambda experiments, ways: passed("the same bits"))
+    found = checks_bits.instead(experiments({"task-probe": probe}), WAYS)
+    assert (found is not None) == is_compared
+    if is_compared:
+        assert found.notes[0].startswith("compared with parallel.virtual_ranks, because ")
+
+    def refuse(experiments, ways):
+        raise ExperimentFailed("bits", "SyncBatchNorm", refused=True)
+
+    monkeypatch.setattr(checks_bits, "compared", refuse)
+    found = checks_bits.instead(experiments({"task-probe": probe}), WAYS)
+    assert found is None or found.status == "not shown"
 
 
 def test_a_right_task_has_the_same_bits_on_1_to_4_ranks(tmp_path):

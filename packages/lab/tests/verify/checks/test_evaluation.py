@@ -29,12 +29,13 @@ def baseline(**more):
 # ---- evaluation
 
 
-def evaluated(many=None, one=None, plain=None, eval_samples=50, smaller=None, **nature):
+def evaluated(many=None, one=None, plain=None, eval_samples=50, smaller=None, preparation="", **nature):
     base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
     answers = {
         "undisturbed": [recording(), recording()],
         "data-sizes": [(26, eval_samples)],
-        "task-probe": TaskProbe(epsilon=1e-16, **nature),
+        "preparation": preparation,
+        "task-probe": TaskProbe(**{"epsilon": 1e-16} | nature),
     }
     answers |= {
         f"evaluated-{how}": base | (values or {})
@@ -73,7 +74,10 @@ def test_the_loss_may_depend_on_the_cut_where_it_compares_samples_and_metrics_ma
     assert (
         evaluated(smaller={"loss": 0.4, "loss/a": 0.1}, compares_samples="with matmul at task.py:3").status == "passed"
     )
+    assert evaluated(smaller={"loss": 0.4}, by_statistics="the module 1").status == "passed"
     assert evaluated(smaller={"accuracy": 0.7}, compares_samples="with matmul at task.py:3").status == "fault"
+    named = evaluated(smaller={"loss": 0.4}, epsilon=1e-16, coupling=0.1)
+    assert "Likely cause: the loss of a micro-batch is not the sum over its samples" in named.reason
 
 
 def test_a_metric_that_depends_on_how_samples_are_cut_is_a_fault():
@@ -265,3 +269,26 @@ def test_a_sample_that_the_plan_of_an_evaluation_uses_twice_is_named(monkeypatch
     assert evaluation._wrong_plan(made, 4, 2) == ""
     plans["the plan of a prediction"] = [0, 1, 3]
     assert "the plan of a prediction of 4 samples" in evaluation._wrong_plan(made, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"sees_future": "the output at position 1 changes"}, "Likely cause: the model has no causal mask"),
+        (
+            {"dropped_in_prediction": "bernoulli_ at task.py:3", "random_in_prediction": ["bernoulli_"]},
+            "drops features",
+        ),
+    ],
+)
+def test_predictions_that_see_their_target_or_drop_features_are_a_fault(found, said):
+    baseline = ConstantBaseline()
+    answers = {"learned-1": recording([1.0]), "baseline": baseline, "task-probe": TaskProbe(**found)}
+    result = evaluation.predictions(experiments(answers))
+    assert result.status == "fault"
+    assert said in result.reason
+
+
+def test_other_inputs_in_evaluations_are_a_fault():
+    result = evaluated(preparation="inputs have mean 0 in training, but 100")
+    assert (result.status, result.reason) == ("fault", "inputs have mean 0 in training, but 100")

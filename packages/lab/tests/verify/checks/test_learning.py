@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from lockstep_lab.verify.checks import learning
 from lockstep_lab.verify.checks.learning import t_of_slope
 from lockstep_lab.verify.constant_baseline import ConstantBaseline
-from lockstep_lab.verify.experiments import ExperimentFailed
 from lockstep_lab.verify.task_probe import TaskProbe
-from lockstep_lab.verify.worker_functions import Answer
 from packages.lab.tests.verify.made_up import experiments, recording
 
 FALLING = [4.0 / (step + 1) for step in range(60)]
@@ -246,93 +244,25 @@ def test_without_a_metric_the_loss_decides():
     assert measured(1.5, 0.1, higher_is_better={}).status == "fault"
 
 
+def test_without_a_loss_in_evaluations_the_metrics_decide():
+    """With Task.embed, an evaluation has no loss."""
+
+    def after(accuracy, higher_is_better):
+        values = {"values": {"accuracy": 0.5}, "higher_is_better": higher_is_better}
+        made = {name: {"accuracy": accuracy} for name in ("evaluated-1", "evaluated-4")}
+        made |= {name: recording(FALLING) for name in ("learned-1", "learned-4")}
+        return learning.metric(experiments({"baseline": baseline(**values), **made}))
+
+    assert after(0.9, {"accuracy": True}).status == "passed"
+    result = after(0.1, {"accuracy": True})
+    assert result.status == "fault"
+    assert ", but accuracy is 0.1 against 0.5" in result.reason
+    assert "no metric has a known direction" in after(0.9, {}).reason
+    flat = {"learned-1": recording(FLAT), "learned-4": recording(FLAT), "baseline": baseline(values={"samples": 9.0})}
+    assert learning.loss(experiments(flat)).status == "fault"
+
+
 def test_what_cannot_be_compared_is_said():
     result = measured(0.5, 0.9, obstacle="there is no evaluation data")
     assert result.status == "not shown"
     assert result.reason.endswith("there is no evaluation data")
-
-
-# ---- overfit
-
-
-def overfitted(least=0.0, **curves):
-    return learning.overfit(
-        experiments(
-            {"least-loss": least}
-            | {
-                f"overfit-{name if '-' in name else f'{name}-240'}": recording(curve)
-                if isinstance(curve, list)
-                else curve
-                for name, curve in curves.items()
-            }
-        )
-    )
-
-
-def test_samples_learned_by_heart_pass_with_the_first_learning_rate_that_does_it():
-    assert overfitted(**{"1": [2.0, 1.0, 0.1]}).status == "passed"
-    result = overfitted(**{"1": [2.0, 1.5], "10": [2.0, 9.0], "0.1": [2.0, 0.05]})
-    assert result.status == "passed"
-    assert "x 0.1" in result.reason
-
-
-def test_samples_that_cannot_be_learned_by_heart_are_a_fault():
-    result = overfitted(**{"1": [2.0, 1.0], "10": [2.0, 1.0], "0.1": [2.0, 1.9]})
-    assert result.status == "fault"
-    assert (result.value, result.bound) == (pytest.approx(0.5), 0.05)  # of the best rate
-
-
-def test_a_loss_that_still_falls_gets_more_steps_before_the_model_is_accused():
-    falls = [2.0 * 0.99**step for step in range(240)]  # 9 % is left
-    stuck = {"10": [2.0, 1.9], "0.1": [2.0, 1.9]}
-    result = overfitted(**{"1": falls, "1-960": [*falls, 0.09], **stuck})
-    assert result.status == "passed"
-    assert "in 241 steps, with optim.lr x 1" in result.reason
-    result = overfitted(**{"1": falls, "1-960": [2.0, 0.12], **stuck})
-    assert (result.status, result.value) == ("fault", pytest.approx(0.06))
-    for still in ([2.0] * 120 + [0.2] * 120, [2.0 - 0.004 * step for step in range(240)]):  # flat; far away
-        assert overfitted(**{"1": still, **stuck}).status == "fault"
-
-
-def test_the_loss_is_counted_from_the_least_there_can_be():
-    assert overfitted(1.0, **{"1": [2.0, 1.04]}).status == "passed"
-    result = overfitted(1.0, **{"1": [2.0, 1.1], "10": [2.0, 1.1], "0.1": [2.0, 1.1]})
-    assert result.status == "fault"
-    assert result.notes
-
-
-def test_a_learning_rate_that_lets_the_loss_explode_is_not_the_last_that_is_tried():
-    exploded = Answer(error="the loss is nan", known=True)
-    assert overfitted(**{"1": [2.0, 1.5], "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"
-    assert overfitted(**{"1": exploded, "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"
-    result = overfitted(**{"1": exploded, "10": exploded, "0.1": [2.0, 1.0]})
-    assert result.status == "fault"
-    assert list(result.curves) == ["loss, optim.lr x 0.1"]
-
-
-def test_a_loss_that_explodes_with_each_learning_rate_and_a_crash_are_failures():
-    exploded, crashed = Answer(error="the loss is nan", known=True), Answer(error="KeyError: 3")
-    with pytest.raises(ExperimentFailed, match="the loss is nan"):
-        overfitted(**{"1": exploded, "10": exploded, "0.1": exploded})
-    with pytest.raises(ExperimentFailed, match="KeyError"):
-        overfitted(**{"1": crashed, "10": [2.0, 0.05]})
-
-
-def test_the_learning_rate_of_the_few_samples_is_that_of_the_training(monkeypatch):
-    """A recipe for thousands of samples per step may give the learning rate of such a step."""
-    rates = []
-
-    def train(self, name, world, config, **more):
-        optim = config["optim"]
-        rates.append((optim["lr"], optim["lr_scaling"]))
-        assert [group["lr"] for group in optim["groups"]] == [pytest.approx(0.1 * made.global_batch / 1024), None]
-        return [recording([2.0, 1.0])]
-
-    made = experiments({"least-loss": 0.0})
-    monkeypatch.setattr(type(made), "train", train)
-    groups = [{"name": "slow", "match": ["a.*"], "lr": 0.1}, {"name": "norms", "match": ["b.*"], "lr": None}]
-    made.config["optim"] |= {"groups": groups, "lr": 1.6, "lr_scaling": "linear", "reference_batch": 1024}
-    learning.overfit(made)
-    rate = 1.6 * made.global_batch / 1024
-    assert [scaling for _, scaling in rates] == ["none"] * 3
-    assert [rate for rate, _ in rates] == pytest.approx([rate, 10 * rate, 0.1 * rate])

@@ -261,7 +261,8 @@ def test_causes_in_the_task_are_named_before_others(monkeypatch, found, said):
 
 
 def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
-    assert "rand" in compared(monkeypatch, probe=TaskProbe(random=["rand"], random_without_dropout=["rand"])).reason
+    random = TaskProbe(random=["rand"], random_without_dropout=["rand"])
+    assert "rand" in compared(monkeypatch, check=replicas.accumulation, probe=random).reason
     refused = compared(monkeypatch, check=on_mesh.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
     assert refused.status == "not shown"
     assert refused.reason.endswith("fsdp cannot")

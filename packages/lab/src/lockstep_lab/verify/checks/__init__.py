@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep_lab.verify.checks import bits, evaluation, gradients, learning, on_mesh, replicas, resume
+from lockstep_lab.verify.checks import bits, evaluation, gradients, learning, on_mesh, overfit, replicas, resume
 from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.result import CheckResult
 
 CHECKS: dict[str, Callable[[ExperimentRunner], CheckResult]] = {
     "loss": learning.loss,
     "metric": learning.metric,
-    "overfit": learning.overfit,
+    "overfit": overfit.overfit,
     "gradients": gradients.gradients,
     "predictions": evaluation.predictions,
     "probe": replicas.probe,

@@ -17,6 +17,25 @@ def bits(experiments: ExperimentRunner) -> CheckResult:
     return compared(experiments, same_bits.ways(experiments, most))
 
 
+def instead(experiments: ExperimentRunner, ways: list[Way]) -> CheckResult | None:
+    """The same comparison, if the config has virtual ranks, or if a right training depends on the split of its batches.
+
+    With the same virtual ranks, the split is the same on any number of ranks. None: neither is so.
+    """
+    wanted, probe = experiments.config["parallel"]["virtual_ranks"], experiments.probe()
+    why = None if probe.unrepeatable() or experiments.groups < experiments.nproc else probe.dependence_on_split()
+    if not wanted and not why:
+        return None
+    try:
+        found = compared(experiments, ways)
+    except ExperimentFailed as failed:
+        if wanted or not failed.refused:
+            raise
+        return not_shown(str(why))
+    found.notes += [] if wanted else [f"compared with parallel.virtual_ranks, because {why}"]
+    return found
+
+
 def compared(experiments: ExperimentRunner, ways: list[Way]) -> CheckResult:
     """Compare the training in each way, bit for bit, with the first: on one rank."""
     count, length = same_bits.virtual_ranks(experiments), same_bits.steps(experiments)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.core.errors import number_of
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
+from lockstep_lab.verify.data_probe import other_preparation
 from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
@@ -44,6 +45,11 @@ def evaluation(experiments: ExperimentRunner) -> CheckResult:
     (by_loop,) = experiments.run(
         "evaluated-by-a-loop", 1, worker_functions.evaluate_by_loop, config, folder, changes, micro
     )
+    (prepared,) = experiments.run("preparation", 1, other_preparation, config)
+    if prepared:
+        return fault(prepared)
+    if on_one_process.keys() <= {"samples", "bad"}:
+        return not_shown("an evaluation has no number: the loss needs Task.embed, and the task has no metrics")
     rows = [
         {
             "metric": key,
@@ -72,7 +78,7 @@ def evaluation(experiments: ExperimentRunner) -> CheckResult:
     )
     complaint = "" if random or probe.without_statistics else _depends_on_cutting(experiments, by_loop, micro, changes)
     if complaint:
-        return fault(complaint, **more)
+        return fault(complaint, probe.diagnosis() if complaint.startswith("loss") else "", **more)
     if random:
         more["notes"] = [
             "not compared with a plain loop: the task draws random numbers in evaluation mode "
@@ -119,7 +125,8 @@ def _depends_on_cutting(
     smaller = micro // 2
     if not smaller:
         return ""
-    couples = experiments.probe().compares_samples  # then the loss depends on the split, but metrics must not
+    probe = experiments.probe()
+    couples = probe.compares_samples or probe.by_statistics  # then the loss depends on the split, but metrics must not
     config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
     (again,) = experiments.run(
         "evaluated-by-a-loop-in-smaller-batches",
@@ -171,8 +178,19 @@ def predictions(experiments: ExperimentRunner) -> CheckResult:
     """Predictions on all ranks are those of a plain loop, and differ if their truths differ."""
     experiments.learned(1)
     baseline, probe, nproc = experiments.baseline(), experiments.probe(), experiments.nproc
+    if probe.sees_future:
+        return fault(
+            f"{probe.sees_future}, which is its target. Likely cause: the model has no causal mask, or its labels are "
+            "shifted once too often"
+        )
     if baseline.no_data or baseline.no_predict:
         return not_shown("there is no evaluation data" if baseline.no_data else "the task has no predict")
+    if probe.dropped_in_prediction:
+        return fault(
+            f"Task.predict drops features at random, with {probe.dropped_in_prediction}. Likely cause: a dropout "
+            "function without training=self.training, or a module in training mode. For Monte-Carlo dropout, let "
+            "predict return the mean of several passes, or write training=True"
+        )
     if probe.random_in_prediction:
         names = ", ".join(probe.random_in_prediction[:3])
         return not_shown(f"Task.predict draws random numbers ({names}), different ones for each micro-batch")

@@ -54,18 +54,22 @@ def gradients(experiments: ExperimentRunner) -> CheckResult:
         "what": "difference from plain torch's gradient",
         "notes": probe.notes() + probe.remarks,
     }
-    obstacle = probe.obstacle()
+    obstacle, cause = probe.obstacle(), ""
     if obstacle is None and worst.difference <= bound and is_too_large(bound):
         obstacle = f"rounding may change the gradient by {bound:.2g}, which could hide a fault"
         obstacle += probe.precision()
     if obstacle is None and not worst.difference <= bound:
-        text = (
+        complaints.append(
             f"the gradient differs from plain torch's: {worst.difference:.2g} off, {worst.ratio:.6g} times as long, "
             f"most in {worst.worst}"
         )
-        complaints.append(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "))
+        cause = experiments.cut() or probe.diagnosis()
+    drawn = probe.random_without_dropout and not (probe.unrepeatable() or probe.random_in_collate)
+    if drawn and probe.is_no_sum:  # for draws that were the same for each sample
+        complaints.append("the loss of a batch is not the sum over its samples")
+        cause = probe.diagnosis()
     if complaints:
-        return fault("; ".join(complaints), **more)
+        return fault("; ".join(complaints), cause, **more)
     if obstacle is not None:
         return not_shown(obstacle, **more)
     return passed(

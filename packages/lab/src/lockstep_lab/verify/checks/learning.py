@@ -1,4 +1,4 @@
-"""Does the training learn anything? The loss falls, metrics improve, and the model can overfit a few samples."""
+"""Does the training learn anything? The loss falls, and metrics improve."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ from typing import Any
 from lockstep.core.errors import number_of
 from lockstep_lab.verify import worker_functions
 from lockstep_lab.verify.comparable_task import TaskChanges
-from lockstep_lab.verify.experiments import ExperimentFailed, ExperimentRunner
-from lockstep_lab.verify.free_outputs import least_loss
+from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
-from lockstep_lab.verify.reference import schedule
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT_T = -2.6  # of the slope of a loss; by chance, t is smaller once in 200 trainings
 _FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; by chance once in 200 trainings
 _NO_LOSS = 1e-3  # of the untrained model's loss
 _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
-_LEFT_OF_LOSS = 0.05  # fraction of the first loss at which samples count as overfitted
-_OPPONENTS = "its alternating optimizers lower their own losses, and one may rise while another falls"
-_FEW_SAMPLES = 8
-_LONGER = 4  # times as many steps, if samples are almost overfitted
 _EVAL_SAMPLES = 2000
 _TOO_FEW_EVAL_SAMPLES = 20  # by chance, a good model may be worse than a constant on so few samples
 
 
 def loss(experiments: ExperimentRunner) -> CheckResult:
     """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
-    if experiments.probe().players:
-        return not_shown(_OPPONENTS)
+    if text := experiments.probe().need_not_fall():
+        return not_shown(text)
     for factor in (1, experiments.patience):
         recording = experiments.learned(factor)[0]
         curve = recording.losses
@@ -57,7 +51,7 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
         return fault(f"the loss is not finite: {path}", **more)
     if not falls:
         baseline = experiments.baseline()
-        if not baseline.obstacle and max(curve) < 0.5 * baseline.values["loss"]:
+        if not baseline.obstacle and max(curve) < 0.5 * baseline.values.get("loss", -math.inf):
             return not_shown(
                 f"the loss does not fall, but is already low: {path}; "
                 f"the best constant output reaches {baseline.values['loss']:.4g}",
@@ -125,10 +119,13 @@ def t_of_slope(curve: Sequence[float]) -> float:
 
 def metric(experiments: ExperimentRunner) -> CheckResult:
     """The trained model beats every constant output that was tried, by more than chance explains."""
-    baseline = experiments.baseline()
+    baseline, probe = experiments.baseline(), experiments.probe()
     if baseline.obstacle:
         return not_shown(baseline.obstacle)
     constant, names = baseline.values, baseline.comparable_metrics
+    if not names and ("loss" not in constant or probe.need_not_fall()):
+        no_loss = "the loss needs Task.embed, so an evaluation has none"
+        return not_shown(f"{probe.need_not_fall() or no_loss}, and no metric has a known direction")
     config, changes = experiments.short_config(), TaskChanges(eval_samples=_EVAL_SAMPLES)
     for factor in (1, experiments.patience):
         fell = _falls(experiments.learned(factor)[0])
@@ -138,7 +135,9 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
         )[0]
         better = [name for name in names if baseline.is_beaten(name, trained[name])]
         too_few = trained.get("samples", math.inf) < _TOO_FEW_EVAL_SAMPLES
-        if (too_few and fell) or (trained["loss"] < constant["loss"] and (better or not names)):
+        # With Task.embed there is no loss.
+        lower = probe.need_not_fall() or "loss" not in constant or trained["loss"] < constant["loss"]
+        if (too_few and fell) or (lower and (better or not names)):
             break
     what = names[0] if names else "loss"
     rows = [
@@ -154,23 +153,26 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
     more = {"value": trained[what], "bound": constant[what] + chance, "what": what, "rows": rows}
     more["notes"] = experiments.data_remarks()
     steps = experiments.learning_steps * factor
-    losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {number_of(steps, 'step')}"
+    losses = f"after {number_of(steps, 'step')}"
+    if "loss" in constant:
+        losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} {losses}"
+    better_loss = f"better than a constant output in {losses}" if "loss" in constant else losses
     if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
         return fault(
             "the evaluation after training equals that of the untrained model, although the loss fell: "
             f"{what} {trained[what]:.4g}",
             **more,
         )
-    if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
+    if too_few and fell and not lower and math.isfinite(trained["loss"]):
         text = (
             f"{number_of(int(trained['samples']), 'evaluation sample', 'is', 'are')} too few to decide "
             "whether it beats a constant output"
         )
         return not_shown(f"{text}: {losses}", **more)
-    if experiments.probe().without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
+    if not lower and probe.without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
         text = "the loss has no labels, and a constant output has almost no loss: it compares outputs of one sample"
         return not_shown(f"{text}; {losses}", **more)
-    if not trained["loss"] < constant["loss"]:
+    if not lower:
         return fault(f"no better than a constant output: {losses}", **more)
     if names and not better:
         within = [name for name in names if abs(trained[name] - constant[name]) <= baseline.chance(name)]
@@ -182,9 +184,7 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
             )
             return not_shown(text, **more)
         same = all(math.isclose(trained[name], constant[name], rel_tol=1e-3, abs_tol=1e-6) for name in names)
-        text = (
-            f"better than a constant output in {losses}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
-        )
+        text = f"{better_loss}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
         return not_shown(text, **more) if same else fault(f"{text}: check Task.predict and Task.metrics", **more)
     return passed(
         f"{what} {trained[what]:.4g}, best constant output {constant[what]:.4g}"
@@ -192,86 +192,3 @@ def metric(experiments: ExperimentRunner) -> CheckResult:
         f"before training {baseline.untrained[what]:.4g}",
         **more,
     )
-
-
-def overfit(experiments: ExperimentRunner) -> CheckResult:
-    """The model can overfit a few training samples, the same in each epoch and without augmentation."""
-    if experiments.probe().players:
-        return not_shown(_OPPONENTS)
-    changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
-    (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
-    curves: dict[float, list[float]] = {}
-    exploded: ExperimentFailed | None = None
-    steps = experiments.learning_steps * experiments.patience
-    for tried in (1.0, 10.0, 0.1):
-        try:
-            curves[tried] = _overfitted(experiments, changes, factor=tried, least=least, steps=steps)
-        except ExperimentFailed as failed:  # such as a loss that explodes, because there is no warm-up here
-            if failed.refused or (tried == 1.0 and not failed.known):
-                raise
-            exploded = exploded or failed
-            continue
-        if _left(curves[tried], least) <= _LEFT_OF_LOSS:
-            break
-    if exploded is not None and not curves:
-        raise exploded
-    factor = min(curves, key=lambda tried: _left(curves[tried], least))
-    if _left(curves[factor], least) > _LEFT_OF_LOSS and _still_falls(curves[factor], least):
-        # A correct model may be slow, and --quick has fewer steps. So there is no fault while the loss falls.
-        curves[factor] = _overfitted(experiments, changes, factor=factor, least=least, steps=_LONGER * steps)
-    curve = curves[factor]
-    left = _left(curve, least)
-    more = {
-        "value": left,
-        "bound": _LEFT_OF_LOSS,
-        "what": "remaining fraction of the first loss",
-        "curves": {f"loss, optim.lr x {factor:g}": curve},
-    }
-    if least > 0.01 * curve[0]:
-        more["notes"] = [
-            f"no output can have a loss below {least:.4g} on these samples; the loss is measured from there"
-        ]
-    if left <= _LEFT_OF_LOSS:
-        return passed(f"overfits {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x {factor:g}", **more)
-    return fault(
-        f"cannot overfit {_FEW_SAMPLES} samples in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1: "
-        "look for labels that contradict each other, a part of the model that has no effect, or too small a model",
-        **more,
-    )
-
-
-def _left(curve: Sequence[float], least: float) -> float:
-    """What is left of the first loss, measured from the smallest that any output has."""
-    return (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
-
-
-def _still_falls(curve: Sequence[float], least: float) -> bool:
-    """True if half of the loss is gone, and the last quarter of the steps removes a tenth of the rest."""
-    before = curve[: -(len(curve) // 4)]
-    return bool(before) and _left(curve, least) < min(0.5, 0.9 * _left(before, least))
-
-
-def _overfitted(
-    experiments: ExperimentRunner, changes: TaskChanges, *, factor: float, least: float, steps: int
-) -> list[float]:
-    """The losses of a training on a few samples, with `factor` times the training's base learning rate.
-
-    It ends once the samples are overfitted. `least` is the smallest loss that any output has.
-    """
-    config = experiments.short_config(
-        train__steps=steps,
-        batch__global=_FEW_SAMPLES,
-        batch__micro=None,
-        train__unfreeze=[],
-    )
-    optim = config["optim"]
-    scale, decay = schedule.scaled_lr(optim, experiments.global_batch), optim["weight_decay"]
-    groups = [group | {"lr": group["lr"] and group["lr"] * scale} for group in optim["groups"]]
-    config["schedule"] = {"name": "constant"}
-    optim |= {"lr": optim["lr"] * scale * factor, "groups": groups, "lr_scaling": "none"}
-    optim["weight_decay"] = decay and 0.0
-    until = (_LEFT_OF_LOSS, least)
-    recordings = experiments.train(
-        f"overfit-{factor:g}-{steps}", experiments.nproc, config, changes=changes, until=until, keep=False
-    )
-    return recordings[0].losses

@@ -144,8 +144,8 @@ def ranks(experiments: ExperimentRunner) -> CheckResult:
         return not_shown(ONE_RANK)
     if difference := experiments.dependence_on_hashes():
         return fault(difference)
-    if experiments.config["parallel"]["virtual_ranks"]:
-        return bits.compared(experiments, [Way(((ranks, None),)) for ranks in (1, experiments.nproc)])
+    if found := bits.instead(experiments, [Way(((ranks, None),)) for ranks in (1, experiments.nproc)]):
+        return found
     name = f"{experiments.nproc} ranks"
     return compare_with_one_process(experiments, f"{experiments.nproc}-ranks", experiments.all_ranks, words=name)
 
@@ -213,7 +213,7 @@ def compare_with_one_process(
             f"{words} train a different model than one process: weights {difference.weights:.2g} apart "
             f"(most in {difference.worst}), losses {difference.losses:.2g}{since}"
         )
-        return fault(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "), **more)
+        return fault(text, experiments.cut() or probe.diagnosis(), **more)
     return passed(f"{words} and one process train the same model{probe.precision()}", **more)
 
 

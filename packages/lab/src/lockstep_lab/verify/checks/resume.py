@@ -233,9 +233,9 @@ def elastic(experiments: ExperimentRunner) -> CheckResult:
     second = first - 1 if first > 1 else 2
     if second > experiments.most_ranks:
         return not_shown(ONE_RANK)
-    if experiments.config["parallel"]["virtual_ranks"]:
-        changing = Way(((first, same_bits.steps(experiments) // 2), (second, None)))
-        return bits.compared(experiments, [Way(((1, None),)), changing])
+    changing = Way(((first, same_bits.steps(experiments) // 2), (second, None)))
+    if found := bits.instead(experiments, [Way(((1, None),)), changing]):
+        return found
     words = f"{first} ranks, then {second}"
     parts = [("elastic", first, tensor, steps // 2), ("elastic-resumed", second, tensor, None)]
     if experiments.groups < first:

@@ -1,0 +1,108 @@
+"""Wrong tasks, each next to a right one of `unusual_kinds`."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from packages.lab.tests.verify.unusual_kinds import (
+    BalancedExperts,
+    CausalTokens,
+    Denoised,
+    StronglyAugmented,
+    Variational,
+)
+from packages.lab.tests.verify.unusual_models import _Classifier
+
+
+class BlindDenoised(Denoised):
+    """The network never sees its input."""
+
+    class Net(Denoised.Net):
+        def forward(self, inputs, times):
+            return super().forward(torch.zeros_like(inputs), times)
+
+
+class MeanDivergence(Variational):
+    """The divergence is a mean inside of a sum."""
+
+    coefficients = {}  # noqa: RUF012
+
+    def loss(self, model, batch):
+        outputs, *latents = model(batch[0])
+        return (outputs - batch[0]).square().sum() + self.divergences(*latents).mean()
+
+
+class BalanceOncePerBatch(BalancedExperts):
+    """The balance counts once per micro-batch, whatever its size."""
+
+    def loss(self, model, batch):
+        heads = super().loss(model, batch)
+        return heads["classes"] + 0.5 * model.balance
+
+
+class StatisticsInEvaluation(_Classifier):
+    """Outputs are normalised over the batch, in evaluations, too."""
+
+    class Net(nn.Sequential):
+        def forward(self, inputs):
+            hidden = self[0](inputs)
+            return self[1]((hidden - hidden.mean(0)).relu())
+
+    def model(self):
+        return self.Net(nn.Linear(12, 24), nn.Linear(24, 4))
+
+
+class NoMask(CausalTokens):
+    """The decoder has no causal mask."""
+
+    is_causal = False
+
+
+class NoMaskInsideTheLoss(NoMask):
+    """The same; the loss shifts the tokens."""
+
+    def prepare(self, sample, epoch, training):
+        return sample[0]
+
+    def weight(self, batch):
+        return batch[:, 1:].numel()
+
+    def loss(self, model, batch):
+        outputs = model(batch[:, :-1]).transpose(1, 2)
+        return functional.cross_entropy(outputs, batch[:, 1:], reduction="sum")
+
+
+class DropsInPrediction(_Classifier):
+    """A dropout function without `training`, which is then always on."""
+
+    class Net(nn.Sequential):
+        def forward(self, inputs):
+            return self[1](functional.dropout(self[0](inputs).relu(), 0.3))
+
+    def model(self):
+        return self.Net(nn.Linear(12, 24), nn.Linear(24, 4))
+
+
+class PredictsInTraining(_Classifier):
+    """Predictions are made in training mode."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4))
+
+    def predict(self, model, batch):
+        return model.train()(batch[0]).softmax(-1)
+
+
+class OtherScale(StronglyAugmented):
+    """Evaluation inputs are not normalised."""
+
+    def prepare(self, sample, epoch, training):
+        return super().prepare(sample, epoch, True) if training else (20 * sample[0] + 100, sample[1])
+
+
+class OtherDeviation(StronglyAugmented):
+    """Evaluation inputs are divided by a different number."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = super().prepare(sample, epoch, training)
+        return (inputs if training else inputs / 3), label
