@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.buffers import ShardBuffers
@@ -49,6 +50,7 @@ class VirtualRanks(Single):
         self._of_shards: ShardBuffers | None = None  # None: this rank has one virtual rank
         self._places: dict[int, int] = {}  # of each parameter among all that train, by its `id`
         self._hooks: list[Any] = []
+        self._groups_inputs = False
         self._shard: _Shard | None = None  # the virtual rank in progress
         self._uses: list[float] = []  # of each parameter: the number of virtual ranks so far that use it
         self._left = 0  # backward passes that it still makes
@@ -65,6 +67,10 @@ class VirtualRanks(Single):
         super().wrap(forward, blocks)
         for hook in self._hooks:
             hook.remove()
+        if self._options.strategy == "fsdp" and not self._groups_inputs:  # this rank is the only one
+            self._groups_inputs = True
+            for block in blocks:
+                block.register_forward_pre_hook(_group_inputs, prepend=True, with_kwargs=True)
         parameters = list(self.trainable.values())
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._hooks = [
@@ -201,6 +207,38 @@ class VirtualRanks(Single):
             raise unused_error(list(missing), "first step", when)
         if missing:
             raise unused_error(list(missing), "Task.loss", " on a virtual rank, though they did before")
+
+
+class _Same(torch.autograd.Function):
+    """Returns its inputs. The gradients of all uses of an output are added up before they go back."""
+
+    @staticmethod
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return grads
+
+
+def _group_inputs(block: nn.Module, args: Any, options: Any) -> tuple[Any, Any] | None:
+    """Let a block on one rank treat its inputs as FSDP does on several.
+
+    A block may use an input several times, as a residual block does, and others may use it, too, as the decoder of a
+    U-Net does. FSDP adds up the gradients of the uses inside of the block first.
+    """
+    leaves, form = pytree.tree_flatten((args, options))
+    places = [place for place, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
+    if not places or not torch.is_grad_enabled():
+        return None
+    for place, same in zip(places, _Same.apply(*(leaves[place] for place in places)), strict=True):
+        leaves[place] = same
+    grouped: tuple[Any, Any] = pytree.tree_unflatten(leaves, form)
+    return grouped
 
 
 class _Shard:
