@@ -129,7 +129,7 @@ def test_the_weights_of_labels_are_counted_as_torch_divides_by_them():
     labels, weight = torch.tensor([0, 2, -100, 2]), torch.tensor([0.5, 1.0, 4.0])
     assert means._counted(labels, weight=weight) == {"labels": 3, "weights": 8.5}
     assert means._counted(labels[:2], weight=weight) == {"rows": 2, "weights": 4.5}
-    assert means._counted(labels, reduction="sum", weight=weight) == {"summed": 1}
+    assert means._counted(labels, reduction="sum", weight=weight) == {"summed": 4}
     assert means._counted(labels) == {"labels": 3}
 
 

@@ -16,6 +16,7 @@ from lockstep_audit.observe import (
     gathers,
     means,
     models,
+    passes,
     places,
     torch_internals,
     torch_state,
@@ -126,11 +127,16 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
     if reduction is None:
         return _leave
+    is_in_graph = tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+    is_in_graph = is_in_graph and reduction.op == "SUM" and recorder.is_sampled(recorder.counts.optimizer_steps)
 
     def after(result: Any, error: BaseException | None) -> None:
         _leave(result, error)
         if error is None:
             reduction.after(result)
+            if is_in_graph and reduction.tensor.grad_fn is not None and len(passes.reduced) < _LOOKS:
+                told = {"at": at, "elements": reduction.tensor.numel(), "ranks": torch_state.ranks_of(group)}
+                passes.reduced.append((reduction.tensor.grad_fn, told))
             if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
                 means.summed.put(reduction.tensor, at)
             if before is not None and result is None:

@@ -30,6 +30,7 @@ _LOOKS = 4
 """The number of steps after something unusual that are examined."""
 _UNFROZEN_EVERY = 10
 _LOOPS = 12
+_LOW, _LOW_MOST, _NUMBERS = (torch.bfloat16, torch.float16), 16, 65_536
 
 
 @dataclasses.dataclass
@@ -71,6 +72,8 @@ class OptimizerStep:
     is_sampled: bool
     told: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_ready: bool = False
+    before: dict[str, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    """Parameters of 16 bits, and their values before the step."""
 
 
 _optimizers: Registry[Optimizer] = Registry()
@@ -220,11 +223,24 @@ def _ready(step: OptimizerStep) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
+        low = [each for each in _named(step.optimizer) if each[1].dtype in _LOW and each[1].grad is not None][
+            :_LOW_MOST
+        ]
+        step.before = {name: (one, digests.local(one).detach().flatten()[:_NUMBERS].clone()) for name, one in low}
+        gradients.note_rescaled()
+        step.told["rescaled"] = gradients.rescaled
         scaled_at = None if passes.clips else gradients.scaled_at
         step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at or scaled_at}
         step.told["gradient_norm"] = gradient_norm(parameters)
         step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
     step.known.was_cleared = None
+
+
+def _rounded(parameter: torch.Tensor, before: torch.Tensor) -> list[int]:
+    """How many values of a parameter had a gradient, and how many of these a step left as they were."""
+    now, grad = (digests.local(each).detach().flatten()[:_NUMBERS] for each in (parameter, parameter.grad))
+    had = grad != 0
+    return [int(had.sum()), int((had & (now == before)).sum())]
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
@@ -326,6 +342,7 @@ def _write_step(step: OptimizerStep, skipped: bool | None = None) -> None:
     owners = known.owners
     if step.is_sampled and skipped is None:
         step.told |= _digests(optimizer, "parameters")
+        step.told["rounded"] = {name: _rounded(*each) for name, each in step.before.items()} or None
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
             if model.number in owners and model.how == "ddp" and final_states.note_unfrozen(model, step.at, _held):

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.buffers import overwritten
+from lockstep_audit.rules.buffers import outside, overwritten
 from lockstep_audit.rules.facts import (
     differ,
     each_rank,
@@ -29,6 +29,7 @@ from lockstep_audit.rules.loaders import Iteration, iterations
 
 _UNEQUAL = 1.25
 """Shards whose sizes differ by this factor are unequal."""
+_OFF = 0.01
 _WHOLE = 1e-6
 _FEW = 12
 """A file with at most this many lines may have as many as there are samples by chance."""
@@ -146,8 +147,8 @@ def buffers_part(history: EventHistory) -> Iterable[Finding] | str:
             cause = "a layer computes them from its rank's batches, and broadcast_buffers=False leaves them different"
             remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
-    is_seen = local or any(history.of("own_buffers"))
-    return [*findings, *overwritten(history)] if is_seen else "no layer of the script has buffers"
+    is_seen = local or any(history.of("own_buffers")) or any(event.get("outside") for event in history.of("exit"))
+    return [*findings, *overwritten(history), *outside(history)] if is_seen else "no layer of the script has buffers"
 
 
 @rule("LS603", "integer-mean", "a mean of integers is rounded down")
@@ -195,11 +196,12 @@ def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
 
 def _unequal_means(firsts: dict[int, Event]) -> str | None:
     means = {rank: event["mean_of"] for rank, event in firsts.items() if event.get("mean_of")}
-    uneven = {r: m for r, m in means.items() if m["unequal"] and m["least"] * _UNEQUAL <= m["most"]}
+    uneven = {r: m for r, m in means.items() if m["unequal"] and (m["least"] * _UNEQUAL <= m["most"] or _is_off(m))}
     if uneven:
         rank, mean = next(iter(uneven.items()))
         value = firsts[rank]["value"]
-        words = f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
+        least = min(mean["least"], mean.get("last", mean["least"]))
+        words = f"the number is the mean of {mean['means']} means, each of {least} to {mean['most']} numbers: "
         return words + f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
     numbers = {rank: mean["numbers"] for rank, mean in means.items()}
     if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
@@ -207,8 +209,15 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     return None
 
 
+def _is_off(mean: Event) -> bool:
+    """True if a short last batch changes the mean by more than 1 %."""
+    return abs(mean.get("plain", mean["weighted"]) - mean["weighted"]) > _OFF * abs(mean["weighted"])
+
+
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
+    if any(event.get("elements", 1) > 1 for event in firsts.values()):
+        return None
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))

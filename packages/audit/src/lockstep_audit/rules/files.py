@@ -84,10 +84,44 @@ def _trained(history: EventHistory, rank: int) -> list[tuple[Key, Iteration]]:
     return sorted(found, key=lambda each: int(each[1].begin["number"]))
 
 
+def _within(history: EventHistory) -> EventHistory:
+    """A run that resumes in its own process, split where it loads a file that it saved: the rest, after the beginning.
+
+    The file has the number of an epoch or step, and a new optimizer like one before trains after the load.
+    """
+    saves = {str(e.get("path")): e for e in history.of("save") if e["step"] and _is_of_run(e)}
+    cuts = {}
+    for rank in history.ranks if history.previous is None and saves else ():
+        made = list(history.of("optimizer", rank=rank))
+        again = [(one, other) for one, other in itertools.pairwise(made) if _is_like(one, other)]
+        loads = [e for e in history.of("load", rank=rank) if e.get("path") in saves]
+        loads = [e for e in loads if saves[e["path"]]["time"] <= e["time"]]
+        found = [e for e in loads for one, other in again[:1] if one["number"] < e["number"] < other["number"]]
+        if not found:
+            return history
+        cuts[rank] = found[-1]["number"]
+    if not cuts:
+        return history
+    parts = [[e for e in history.events if (e["number"] < cuts[e["rank"]]) == is_before] for is_before in (True, False)]
+    return EventHistory(parts[1], EventHistory(parts[0]))
+
+
+def _is_of_run(save: Event) -> bool:
+    """True if a file has the number of an epoch or a step, as that of a run to resume."""
+    keys = [str(key).lower() for key in save.get("keys") or ()]
+    return any(word in key for key in keys for word in ("epoch", "step", "iter"))
+
+
+def _is_like(one: Event, other: Event) -> bool:
+    """True if two optimizers have one class and the same first learning rates."""
+    rates = [[g.get("initial_lr", g.get("lr")) for g in event.get("groups") or ()] for event in (one, other)]
+    return one["optimizer"] != other["optimizer"] and one.get("class") == other.get("class") and rates[0] == rates[1]
+
+
 @rule("LS703", "resume-samples", "a resumed run repeats or skips samples")
 def resume_samples(history: EventHistory) -> Iterable[Finding] | str:
     """The samples after a checkpoint was loaded, compared with those that the earlier run used before it was saved."""
-    resumed = _resumed(history)
+    resumed = _resumed(history := _within(history))
     if left_out := _left_out_again(history):
         return left_out
     if history.previous is None or not resumed:
@@ -157,6 +191,12 @@ def _repeated(
             f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
             f"with {len(others)} others"
         )
+        epochs = [(it.begin.get("distributed") or {}).get("epoch") for it in (last, again)]
+        if not passed_over and None not in epochs and epochs[1] == epochs[0] + 1:
+            evidence = (
+                f"the file was saved in epoch {epochs[0]}, with {number_of(len(rest), 'sample')} left, and the run "
+            )
+            return evidence + f"starts with epoch {epochs[1]}", "the rest of the epoch is never trained"
         return evidence, "the position in the epoch is restored, but its order is that of a different epoch"
     return None
 
@@ -228,7 +268,7 @@ def _passed_over(history: EventHistory, it: Iteration) -> tuple[int, Any]:
 @rule("LS704", "resume-without-state", "a resumed run has lost the state of the optimizer")
 def resume_without_state(history: EventHistory) -> Iterable[Finding] | str:
     """A run that loads the model of an earlier run, but not its optimizer or scheduler."""
-    resumed = _resumed(history)
+    resumed = _resumed(history := _within(history))
     if not resumed:
         return _NO_PREVIOUS if history.previous is None else "the run loaded no file of the earlier run"
     load = resumed[0][0]

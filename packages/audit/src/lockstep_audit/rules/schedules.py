@@ -189,7 +189,7 @@ def _has_none(events: list[Event]) -> bool:
     return len(events) > 1 and all(event.get("gradient_norm") == 0 for event in events) and not is_off
 
 
-@rule("LS310", "never-cleared", "gradients are never cleared", "warning")
+@rule("LS310", "never-cleared", "gradients are never cleared")
 def never_cleared(history: EventHistory) -> Iterable[Finding] | str:
     """Steps whose gradients still contain those of all earlier steps."""
     # The first step of a loop is examined too late to know what its backward pass began with.

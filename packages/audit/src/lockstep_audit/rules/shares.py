@@ -16,6 +16,7 @@ from lockstep_audit.rules.loaders import Iteration, iterations
 
 _PADDING = 0.05
 """This fraction of a shard may also be on another rank: samplers repeat samples to make shards equal."""
+_WORDS = 5
 _FEW_STEPS = 3
 _LEAST = 8
 """At least this many of a script's numbers must differ: shards of ranks may differ in a few by chance."""
@@ -223,8 +224,8 @@ def workers_repeat(history: EventHistory) -> Iterable[Finding] | str:
 @rule("LS110", "ids-differ", "class or label ids differ between ranks")
 def ids_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Words or classes whose numbers follow an order that differs by rank, such as that of a set, or hash()."""
-    findings, seen = list[Finding](), False
-    for event, by_rank in [*probes(history), *_held(history)]:
+    findings, seen = _vocabularies(history), any(history.of("vocabulary"))
+    for event, by_rank in [*probes(history), *_held(history)] if not findings else ():
         columns = list(zip(*by_rank.values(), strict=False))
         seen = seen or bool(columns)
         for number in range(max((len(parts) for row in columns for parts in row), default=0)):
@@ -244,6 +245,29 @@ def ids_differ(history: EventHistory) -> Iterable[Finding] | str:
                 findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
                 break
     return findings if seen else "no samples of data that a sampler deals to ranks were compared"
+
+
+def _vocabularies(history: EventHistory) -> list[Finding]:
+    """Dictionaries of the same name that number words that all ranks have in different ways."""
+    told = {event["rank"]: event for event in reversed(list(history.of("vocabulary")))}
+    for group in replicas(history):
+        ids = {rank: told[rank]["ids"] for rank in group if rank in told}
+        for name in sorted(set.intersection(*map(set, ids.values()))) if len(ids) == len(group) else ():
+            words = set.intersection(*(set(each[name]) for each in ids.values()))
+            apart = [word for word in words if differ({rank: each[name][word] for rank, each in ids.items()})]
+            if len(words) >= _WORDS and 2 * len(apart) > len(words):
+                first = min(apart)
+                shown = each_rank({rank: each[name][first] for rank, each in ids.items()})
+                sizes = each_rank({rank: len(each[name]) for rank, each in ids.items()})
+                evidence = f"`{name}` gives {first!r} the number {shown} (entries compared: {sizes})"
+                cause = "each rank numbers the words of its own data, or in an order that differs by process"
+                remedy = "count on all ranks together: all_gather_object the counts, add them up, and number the sorted words"
+                event = told[group[0]]
+                files = [event["at"][0] if event.get("at") else None]
+                rows = sources.unordered(files) or sources.assigns(files[0], name.rpartition(".")[2])
+                at = SourceLine(*rows[0], "") if rows else place(event.get("at"))
+                return [Finding("LS110", at, evidence, cause, remedy, group, event["step"])]
+    return []
 
 
 def _hashes(files: list[str | None]) -> list[tuple[str, int]]:

@@ -1,0 +1,48 @@
+"""Observes dictionaries that number words or classes, in the variables of a script when training begins."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from lockstep_audit.observe import places
+from lockstep_audit.observe.recorder import recorder
+
+_LEAST, _MOST, _TOLD = 6, 1_000_000, 400
+
+
+def note(frame: Any) -> None:
+    """Record the ids of the same sample of words on every rank, by the name of the variable or attribute."""
+    told = dict[str, dict[str, int]]()
+    at = places.here(frame)
+    while frame is not None:
+        if places.kind_of(frame.f_code)[0] is places.USER:
+            for name, thing in (dict(frame.f_globals) | places.variables(frame)).items():
+                _add(told, name, thing)
+        frame = frame.f_back
+    if told:
+        recorder.emit("vocabulary", at=at, ids=told)
+
+
+def _add(told: dict[str, dict[str, int]], name: str, thing: Any) -> None:
+    """A dictionary, or those among the attributes of an object of the script."""
+    if isinstance(thing, dict):
+        if name not in told and (found := _numbered(thing)):
+            told[name] = found
+    elif not isinstance(thing, type) and places.file_of(type(thing)) is not None:
+        for key, each in list(getattr(thing, "__dict__", {}).items()):
+            if isinstance(each, dict) and f"{name}.{key}" not in told and (found := _numbered(each)):
+                told[f"{name}.{key}"] = found
+
+
+def _numbered(thing: dict[Any, Any]) -> dict[str, int] | None:
+    """A sample of the texts that a dictionary numbers one for one from 0 (or a few more); None: it does not."""
+    size = len(thing)
+    if not _LEAST <= size <= _MOST or type(next(iter(thing.values()))) is not int:
+        return None
+    if not all(type(key) is str and type(value) is int for key, value in thing.items()):
+        return None
+    if len(set(thing.values())) != size or max(thing.values()) >= size + _LEAST or min(thing.values()) < 0:
+        return None
+    chosen = sorted(thing, key=lambda word: zlib.crc32(word.encode(errors="replace")))[:_TOLD]
+    return {word[:40]: thing[word] for word in chosen}

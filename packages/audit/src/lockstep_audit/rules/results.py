@@ -1,0 +1,80 @@
+"""The rule on results of collectives that a script throws away."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+from lockstep_audit.events import EventHistory
+from lockstep_audit.findings import Finding, SourceLine
+from lockstep_audit.rules import sources
+from lockstep_audit.rules.facts import line, rule
+
+_IN_PLACE = ("broadcast_object_list", "broadcast", "all_reduce")
+_RETURNED = ("reduce", "gather", "gather_for_metrics", "all_gather")
+"""Methods of Accelerate and Fabric, which return their result."""
+_NEW = ("tensor", "as_tensor", "clone", "stack", "cat")
+"""Functions whose result shares no memory with their arguments."""
+
+
+@rule("LS507", "result-unused", "the result of a collective is thrown away")
+def result_unused(history: EventHistory) -> Iterable[Finding] | str:
+    """An in-place exchange of a copy or a new list that nothing reads afterwards."""
+    told = {tuple(event["at"][:2]): event for event in history.of("collective") if event.get("at")}
+    findings, ranks = [], tuple(history.ranks)
+    for path in {path for path, _ in told}:
+        for call, name in _unused(path):
+            event = next((told[path, row] for row in _rows(call) if (path, row) in told), None)
+            if event:
+                at = SourceLine(path, call.lineno, event["at"][2])
+                evidence = f"{line(at)} exchanges {name}, which nothing reads afterwards"
+                cause = "the collective writes its result there, and later lines use what each rank had before"
+                if sources.name_of(call) in _RETURNED:
+                    cause = "the function returns its result and leaves its argument as it was"
+                remedy = "keep the object in a variable, and use its contents after the call: box = [order]; "
+                remedy += "dist.broadcast_object_list(box); order = box[0]"
+                findings.append(Finding("LS507", at, evidence, cause, remedy, ranks, event["step"]))
+    return findings if told else "no collective was seen in Python"
+
+
+def _rows(call: ast.Call) -> range:
+    return range(call.lineno, (call.end_lineno or call.lineno) + 1)
+
+
+def _unused(path: str) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of a file whose statement drops what they exchange, and the text of what they exchange."""
+    scopes = [n for n in sources.nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef))]
+    for scope in scopes:
+        inside = list(sources.own_nodes(scope))
+        for statement in (n for n in inside if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)):
+            call = statement.value
+            name, given = sources.name_of(call), call.args[0] if isinstance(call, ast.Call) and call.args else None
+            if not isinstance(call, ast.Call) or given is None or any(each.arg == "async_op" for each in call.keywords):
+                continue
+            is_method = name in _RETURNED and isinstance(call.func, ast.Attribute)
+            owner = sources.name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if (name in _IN_PLACE and _is_dropped(scope, inside, given)) or (
+                is_method and owner in ("accelerator", "fabric")
+            ):
+                yield call, ast.unparse(given)
+
+
+def _is_dropped(scope: ast.AST, inside: list[ast.AST], given: ast.expr) -> bool:
+    """True for a new object with a value of the script that has no name, or whose name nothing else reads."""
+    if not isinstance(given, ast.Name):
+        return _is_new(given)
+    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == given.id]
+    made = [n.value for n in inside if isinstance(n, ast.Assign) and sources.name_of(n.targets[0]) == given.id]
+    shared = [n for n in ast.walk(scope) if isinstance(n, (ast.Global, ast.Nonlocal)) and given.id in n.names]
+    reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+    return len(reads) == 1 and bool(made) and all(map(_is_new, made)) and not shared
+
+
+def _is_new(value: ast.expr) -> bool:
+    if isinstance(value, ast.List):
+        return any(isinstance(each, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) for each in value.elts)
+    if not isinstance(value, ast.Call) or sources.name_of(value) not in _NEW:
+        return False
+    parts = [value.func.value] if isinstance(value.func, ast.Attribute) and sources.name_of(value) == "clone" else []
+    names = [n for part in [*parts, *value.args] for n in ast.walk(part) if isinstance(n, (ast.Name, ast.Attribute))]
+    return bool(names)
