@@ -212,13 +212,11 @@ def rounded_away(history: EventHistory) -> Iterable[Finding] | str:
     for number, event in made.items():
         lost = [name for (of, name), each in turns.items() if of == number and len(each) >= _TURNS and all(each)]
         if lost and event.get("class") in _OF_TORCH:
-            evidence = (
-                f"in all examined steps, at least {_LEFT:.0%} of the values of {facts.some(lost)} had a gradient, "
-            )
-            evidence += "and were the same after the step"
+            evidence = f"in all examined steps, at least {_LEFT:.0%} of the values of {facts.some(lost)} that had a "
+            evidence += "gradient were the same after the step"
             cause = "the weights themselves are 16-bit: a step that is smaller than their precision changes nothing"
-            remedy = "keep the weights in float32, and compute in bfloat16: MixedPrecisionPolicy(param_dtype=torch.bfloat16) "
-            remedy += "of fully_shard, or torch.autocast"
+            remedy = "keep float32 weights, and compute in bfloat16: torch.autocast, or fully_shard(..., "
+            remedy += "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             at = event.get("made_at") or event.get("at")
             rows = sources.lowers(at[0]) if at else []
             where = facts.place([at[0], rows[0], ""] if rows else at)

@@ -12,6 +12,7 @@ from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps, uses
 
 _SAME = 0.01
+_LINES = 8
 _WORDS = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
 
@@ -139,6 +140,9 @@ def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
             is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
             is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
             is_by_ranks = is_by_ranks and (backwards[0].get("divided_at") or not uses(history, "accelerate"))
+            near = backwards[0].get("divided_at") or at
+            first = near[1] if near is not at else (backwards[0].get("loss_at") or [None, near[1] - _LINES])[1]
+            is_by_ranks = is_by_ranks and sources.may_be_ranks(near[0], first, near[1])
             if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
                 cause = "the wrapper already averages gradients over ranks"
@@ -203,7 +207,7 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
 def _division(loss_at: Any, at: Any) -> Any:
     """The one line that divides between a loss and its backward pass in the same function, or the line of the loss."""
     is_same = loss_at and at and (loss_at[0], loss_at[2]) == (at[0], at[2])
-    rows = sources.divisions(at[0], loss_at[1], at[1]) if is_same else []
+    rows = sorted({row for row, _ in sources.divisions(at[0], loss_at[1], at[1])}) if is_same else []
     return [at[0], rows[0], at[2]] if len(rows) == 1 else loss_at
 
 

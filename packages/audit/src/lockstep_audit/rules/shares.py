@@ -261,7 +261,7 @@ def _vocabularies(history: EventHistory) -> list[Finding]:
                 sizes = each_rank({rank: len(each[name]) for rank, each in ids.items()})
                 evidence = f"`{name}` gives {first!r} the number {shown} (entries compared: {sizes})"
                 cause = "each rank numbers the words of its own data, or in an order that differs by process"
-                remedy = "count on all ranks together: all_gather_object the counts, add them up, and number the sorted words"
+                remedy = "all_gather_object the counts, add them up, and number the sorted words"
                 event = told[group[0]]
                 files = [event["at"][0] if event.get("at") else None]
                 rows = sources.unordered(files) or sources.assigns(files[0], name.rpartition(".")[2])

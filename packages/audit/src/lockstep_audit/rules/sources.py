@@ -162,10 +162,18 @@ def lowers(path: str) -> list[int]:
     return sorted(n.lineno for n in calls if name_of(n) in low or (name_of(n) == "to" and names[n] & low))
 
 
-def divisions(path: str, first: int, last: int) -> list[int]:
-    """Lines from one to another that divide."""
+def divisions(path: str, first: int, last: int) -> list[tuple[int, ast.expr]]:
+    """Lines from one to another that divide, and what they divide by."""
     found = [n for n in nodes(path) if isinstance(n, (ast.BinOp, ast.AugAssign)) and isinstance(n.op, ast.Div)]
-    return sorted({node.lineno for node in found if first <= node.lineno <= last})
+    pairs = [(n.lineno, n.right if isinstance(n, ast.BinOp) else n.value) for n in found]
+    return sorted((pair for pair in pairs if first <= pair[0] <= last), key=lambda pair: pair[0])
+
+
+def may_be_ranks(path: str, first: int, last: int) -> bool:
+    """True if a line from one to another divides by something that may be the number of ranks, or none divides."""
+    found = [by for _, by in divisions(path, first, last)]
+    named = [by for by in found if not isinstance(by, ast.Constant) and "acc" not in ast.unparse(by).lower()]
+    return bool(named) or not found
 
 
 def stops(path: str) -> list[int]:
