@@ -42,7 +42,9 @@ train.py:10: error[LS101]: several ranks train on the same samples
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see lockstep-audit --explain LS101
 
-lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v shows why), 0 findings switched off
+seen: 2 ranks, 16 steps, 1 loader, 0 evaluations, DDP with 4 parameters
+not judged: evaluation (none was seen), saving (no file was written), resuming (--previous)
+lockstep-audit: 1 error, 0 warnings; 19 rules checked, 58 not exercised (-v shows why), 0 findings switched off
 ```
 
 The report separates what was seen from its explanation: the cause is `unknown` if no rule can explain the finding. A

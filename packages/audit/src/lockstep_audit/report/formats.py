@@ -57,6 +57,8 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
         why, remedy = outcome.inconclusive
         lines += [f"inconclusive: {why}", f"  remedy: {remedy}"]
         counts = f"inconclusive, {counts}" if errors or warnings else "inconclusive"
+    lines += [f"seen: {outcome.seen}"] if outcome.seen else []
+    lines += [f"not judged: {outcome.unseen}"] if outcome.unseen else []
     more = "" if verbose or not outcome.not_exercised else " (-v shows why)"
     lines.append(
         f"lockstep-audit: {counts}; {number_of(len(outcome.checked), 'rule')} checked, "
@@ -83,6 +85,7 @@ def as_json(outcome: Outcome, exit_code: int) -> str:
     told["findings"] = [_row(finding) for finding in outcome.findings]
     told["switched_off"] = [_row(finding) | {"reason": reason} for finding, reason in outcome.switched_off]
     told |= {"checked": outcome.checked, "not_exercised": outcome.not_exercised, "notes": outcome.notes}
+    told |= {"seen": outcome.seen, "not_judged": outcome.unseen}
     why, remedy = outcome.inconclusive or (None, None)
     told |= {"inconclusive": why and {"reason": why, "remedy": remedy}}
     return json.dumps(told, indent=1) + "\n"

@@ -112,10 +112,8 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
         left = end["backwards"] - sum(len(passes(e)) for e in within)
         if number == 0 and left > 0:
             count = len(passes(later[0])) if later else 0
-            what = (
-                f"{number_of(end['backwards'], 'backward pass')} in an epoch, a step after every {usual}, "
-                f"and {left} left over"
-            )
+            what = f"{number_of(end['backwards'], 'backward pass')} in an epoch, a step after every {usual}, "
+            what += f"and {left} left over"
             if later and count == usual:
                 return None  # steps span the ends of epochs
             if not later or any(each.get("discarded") for each in passes(later[0])):

@@ -57,9 +57,8 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
                 continue
-            evidence = (
-                f"{number_of(given, 'sample', 'was', 'were')} evaluated on {named(its)}, but the data set has {size}"
-            )
+            samples = number_of(given, "sample", "was", "were")
+            evidence = f"{samples} evaluated on {named(its)}, but the data set has {size}"
             cause = "the sampler repeats samples so that all ranks have equally many"
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or remove the repeated samples"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
@@ -140,10 +139,8 @@ def buffers_part(history: EventHistory) -> Iterable[Finding] | str:
         found = {each: ends.get(each, {}).get(model) or {} for each in group}
         names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
         if rank == group[0] and all(found.values()) and names:
-            evidence = (
-                f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
-                f"{named(group)}: {some(names)}"
-            )
+            evidence = f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
+            evidence += f"{named(group)}: {some(names)}"
             cause = "a layer computes them from its rank's batches, and broadcast_buffers=False leaves them different"
             remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
@@ -301,9 +298,7 @@ def _parts_apart(history: EventHistory) -> tuple[list[Finding], bool]:
             continue
         by_rank, first = turns[0], next(iter(turns[0].values()))
         samples = each_rank({rank: (it.end or {}).get("samples") for rank, it in by_rank.items()})
-        evidence = (
-            f"an evaluation of a shard of the data ({samples} samples), and no collective before training continues"
-        )
+        evidence = f"an evaluation of a shard ({samples} samples), and no collective before training continues"
         cause = "each rank has the metric of its shard; logs, the best checkpoint and early stopping use one shard"
         remedy = "all_reduce the evaluation's sums and counts, and divide once"
         at = place(first.begin.get("at"))

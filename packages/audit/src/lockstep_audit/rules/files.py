@@ -187,16 +187,12 @@ def _repeated(
     begun = fresh[: len(rest)]
     others = [index for index in begun if index not in set(rest)]
     if used and last.is_complete and len(begun) >= _FEW and 4 * len(others) > len(begun):
-        evidence = (
-            f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
-            f"with {len(others)} others"
-        )
+        evidence = f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
+        evidence += f"with {len(others)} others"
         epochs = [(it.begin.get("distributed") or {}).get("epoch") for it in (last, again)]
         if not passed_over and None not in epochs and epochs[1] == epochs[0] + 1:
-            evidence = (
-                f"the file was saved in epoch {epochs[0]}, with {number_of(len(rest), 'sample')} left, and the run "
-            )
-            return evidence + f"starts with epoch {epochs[1]}", "the rest of the epoch is never trained"
+            left = f"with {number_of(len(rest), 'sample')} left, and the run starts with epoch {epochs[1]}"
+            return f"the file was saved in epoch {epochs[0]}, {left}", "the rest of the epoch is never trained"
         return evidence, "the position in the epoch is restored, but its order is that of a different epoch"
     return None
 
@@ -230,12 +226,8 @@ def _left_out_again(history: EventHistory) -> list[Finding]:
     restored = {event.get("what") for event in history.of("state") if event["step"] <= first}
     by_data: dict[Any, list[tuple[int, Any]]] = defaultdict(list)
     turns = [it for _, it in _trained(history, history.ranks[0])] if restored else []
-    before = history.previous
-    known = (
-        {_passed_over(before, it)[0] for rank in before.ranks[:1] for _, it in _trained(before, rank)}
-        if before
-        else set()
-    )
+    before = history.previous or EventHistory([])
+    known = {_passed_over(before, it)[0] for rank in before.ranks[:1] for _, it in _trained(before, rank)}
     for it in turns:
         data = it.begin.get("sampler", f"loader {it.begin['loader']}")
         own = _passed_over(history, it) if "optimizer" in restored else (0, None)
@@ -366,9 +358,8 @@ def loaded_on_some_ranks(history: EventHistory) -> Iterable[Finding] | str:
         if len(by_rank) < len(group) and not any(op == "broadcast" or "object" in op for op in shared):
             others = sorted(set(group) - set(by_rank))
             evidence = f"load_state_dict was called on {named(by_rank)}, but not on {named(others)}"
-            cause = (
-                f"FSDP at {line(wraps[group[0], digest].get('at'))} shards each rank's own weights without a broadcast"
-            )
+            at = line(wraps[group[0], digest].get("at"))
+            cause = f"FSDP at {at} shards each rank's own weights without a broadcast"
             remedy = "load on all ranks, or set_model_state_dict(model, state, options=StateDictOptions("
             remedy += "full_state_dict=True, broadcast_from_rank0=True)) after fully_shard"
             return [Finding("LS708", place(event.get("at")), evidence, cause, remedy, tuple(group), event["step"])]

@@ -186,10 +186,8 @@ def scheduler_too_fast(history: EventHistory) -> Iterable[Finding] | str:
     for event in stepped:
         at = event.get("at")
         if event["per_step"] >= 2 and event["step"] > 0 and str(at) not in findings:
-            evidence = (
-                f"{number_of(event['per_step'], 'step')} of {event.get('class', 'a scheduler')} since "
-                "the last optimizer step"
-            )
+            evidence = f"{number_of(event['per_step'], 'step')} of {event.get('class', 'a scheduler')} since "
+            evidence += "the last optimizer step"
             world, told = len(history.ranks), [e["per_step"] for e in stepped if e.get("at") == at]
             cause = f"the factor is the number of ranks, {world}" if len(told) > world and {*told} == {world} else None
             remedy, ranks = "call scheduler.step() once, after optimizer.step()", (event["rank"],)

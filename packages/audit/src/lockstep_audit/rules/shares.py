@@ -311,10 +311,8 @@ def order_lost(history: EventHistory) -> Iterable[Finding] | str:
             evidence += f"{named(by_rank)}: {some(map(str, next(iter(by_rank.values())).indices), 5)}"
             cause = f"the sampler that deals samples to ranks wraps or replaces {kind}, and it shuffles"
             remedy = f"let {kind} give each rank its shard (order[rank::world_size]) and disable the other sampler: "
-            remedy += (
-                "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of Accelerate, or "
-            )
-            remedy += "shuffle=False in your wrapper"
+            remedy += "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of "
+            remedy += "Accelerate, or shuffle=False in your wrapper"
             findings[place(at)] = Finding("LS113", place(at), evidence, cause, remedy, tuple(by_rank), first["step"])
     return list(findings.values()) if firsts else "no DataLoader in training"
 
@@ -328,10 +326,8 @@ def inputs_differ(history: EventHistory) -> Iterable[Finding] | str:
         columns = [[p for p in column if None not in p] for column in zip(*map(_fields, rows), strict=False)]
         known = [[len(set(map(str, parts))) > 1 for parts in column] for column in columns if column]
         if len(known) > 1 and len(rows) > 1 and any(map(all, known)) and not all(map(any, known)):
-            evidence = (
-                f"samples with equal indices, read twice at the end, have unequal inputs on {named(by_rank)}, and "
-            )
-            evidence += "their other fields are equal"
+            evidence = "samples with equal indices, read twice at the end, have unequal inputs on "
+            evidence += f"{named(by_rank)}, and their other fields are equal"
             cause = "each rank prepares the data with its own statistics, or augments them once with its own seed"
             remedy = "compute the statistics on all ranks together, or on one rank, and broadcast them"
             found = event.get("dataset_at") or event.get("at")

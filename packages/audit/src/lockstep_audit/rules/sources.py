@@ -198,9 +198,8 @@ def changes_in_place(path: str) -> list[int]:
         call = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
         is_change = isinstance(call, ast.Attribute) and call.attr.endswith("_") and call.attr not in _HARMLESS
         changed = [call.value] if is_change and isinstance(call, ast.Attribute) else []
-        others = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
+        others = node.targets if isinstance(node, ast.Assign) else []
+        others = [node.target] if isinstance(node, ast.AugAssign) else others
         changed += [each for each in others if not isinstance(each, ast.Name)]
         parts = {name_of(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
         is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)

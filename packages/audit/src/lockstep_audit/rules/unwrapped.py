@@ -47,11 +47,8 @@ def never_exchanged(history: EventHistory) -> Iterable[Finding] | str:
             made = next((event for event in history.of("optimizer") if known.get(_id(event)) == key), {})
             at = facts.place(facts.optimizer_at(history, key))
             if key in owned and wrong[0] <= ignored.keys():
-                at, cause = (
-                    facts.place(ignored[min(wrong[0])]),
-                    f"the wrapper ignores {facts.some(sorted(wrong[0]))}, as it was asked to, ",
-                )
-                cause += "and the script does not reduce their gradients"
+                at = facts.place(ignored[min(wrong[0])])
+                cause = f"the wrapper was told to ignore {facts.some(sorted(wrong[0]))}, and nothing else reduces them"
                 remedy = "let the wrapper have these parameters, or all_reduce their gradients and divide by world_size"
             elif key in owned:
                 parts = made.get("partly_at")
@@ -83,11 +80,9 @@ def partial_gradient(history: EventHistory) -> Iterable[Finding] | str:
         constant = {name for event in made.values() for name in event.get("constant") or ()}
         parts = sorted(equal & {*pairs[0].gradients} - constant)
         if equal < names and same and parts:
-            evidence = (
-                "at the first step, gradients differ by rank for "
-                f"{number_of(len(parts), 'parameter', 'that is', 'that are')} equal on all ranks "
-                f"({facts.some(parts)}) "
-            )
+            evidence = "at the first step, gradients differ by rank for "
+            evidence += f"{number_of(len(parts), 'parameter', 'that is', 'that are')} equal on all ranks "
+            evidence += f"({facts.some(parts)}) "
             evidence += f"and are the same for {len(same)} ({facts.some(sorted(same))})"
             cause = "the gradient that comes back from split layers is that of one rank's shard"
             remedy = "before the split layers, a function whose forward is the identity and whose backward all_reduces"
