@@ -383,3 +383,23 @@ def test_numbers_that_one_rank_has_one_for_one_instead_of_others_are_named():
     assert len(held(lambda rank: [n * (1 + 4 * rank) % 17 for n in range(16)] * 4)) == 1
     assert held(lambda rank: [n + rank for n in range(16)] * 4) == []  # shifted: each rank has a part
     assert held(lambda rank: [n * n % (7 + 4 * rank) for n in range(64)]) == []
+
+
+def test_a_sum_over_ranks_inside_a_loss_is_named():
+    def summed(elements=1, divisor=2.0, times=1.0, **keys):
+        told = {"at": at(24), "elements": elements, "divisor": divisor, "times": times}
+        return lossy(divisor=1, reduced=told, **keys).found("LS211")
+
+    assert [finding.where.line for finding in summed()] == [24]
+    assert summed(divisor=1.0) == []  # the gradient of the rank's own loss is right
+    assert len(summed(divisor=4.0, count=2)) == 1  # two micro-batches
+    assert len(summed(elements=36, divisor=1.0)) == 1
+    assert summed(elements=36, divisor=1.0, times=2.0) == []  # multiplied by the ranks
+    assert [finding.where.line for finding in lossy(divisor=1, one_of=2).found("LS211")] == [25]
+    assert lossy(divisor=1, one_of=3).found("LS211") == []
+
+
+def test_a_loss_that_is_halved_by_a_constant_is_not_divided_by_the_ranks(tmp_path):
+    (tmp_path / "a.py").write_text("loss = f(x) / 2\nloss = f(x) / world\nloss = f(x) / accum\n")
+    found = [lossy(by_ranks=True, divided_at=[str(tmp_path / "a.py"), row, "main"]).found("LS211") for row in (1, 2, 3)]
+    assert list(map(bool, found)) == [False, True, False]

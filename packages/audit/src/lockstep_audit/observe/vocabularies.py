@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import Any
 
@@ -9,6 +10,7 @@ from lockstep_audit.observe import places
 from lockstep_audit.observe.recorder import recorder
 
 _LEAST, _MOST, _TOLD = 6, 1_000_000, 400
+_NAMES = re.compile("vocab|stoi|tok|word|lexic|char|label|class|categ|2i|to_i|_ids|lookup", re.IGNORECASE)
 
 
 def note(frame: Any) -> None:
@@ -27,12 +29,12 @@ def note(frame: Any) -> None:
 def _add(told: dict[str, dict[str, int]], name: str, thing: Any) -> None:
     """A dictionary, or those among the attributes of an object of the script."""
     if isinstance(thing, dict):
-        if name not in told and (found := _numbered(thing)):
+        if name not in told and _NAMES.search(name) and (found := _numbered(thing)):
             told[name] = found
     elif not isinstance(thing, type) and places.file_of(type(thing)) is not None:
         for key, each in list(getattr(thing, "__dict__", {}).items()):
-            if isinstance(each, dict) and f"{name}.{key}" not in told and (found := _numbered(each)):
-                told[f"{name}.{key}"] = found
+            if isinstance(each, dict):
+                _add(told, f"{name}.{key}", each)
 
 
 def _numbered(thing: dict[Any, Any]) -> dict[str, int] | None:

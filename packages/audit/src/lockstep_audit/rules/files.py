@@ -103,7 +103,12 @@ def _within(history: EventHistory) -> EventHistory:
     if not cuts:
         return history
     parts = [[e for e in history.events if (e["number"] < cuts[e["rank"]]) == is_before] for is_before in (True, False)]
-    return EventHistory(parts[1], EventHistory(parts[0]))
+    split = EventHistory(parts[1], EventHistory(parts[0]))
+    turns = [
+        [it.begin.get("distributed") or {} for _, it in _trained(each, min(cuts))] for each in (split.previous, split)
+    ]
+    last, first = (side[place].get("epoch") if side else None for side, place in zip(turns, (-1, 0), strict=True))
+    return split if first and last is not None and first - last in (0, 1, 2) else history  # else another training
 
 
 def _is_of_run(save: Event) -> bool:

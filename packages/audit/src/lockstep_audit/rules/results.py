@@ -13,14 +13,16 @@ from lockstep_audit.rules.facts import line, rule
 _IN_PLACE = ("broadcast_object_list", "broadcast", "all_reduce")
 _RETURNED = ("reduce", "gather", "gather_for_metrics", "all_gather")
 """Methods of Accelerate and Fabric, which return their result."""
-_NEW = ("tensor", "as_tensor", "clone", "stack", "cat")
+_NEW = ("tensor", "clone", "stack", "cat")
 """Functions whose result shares no memory with their arguments."""
 
 
 @rule("LS507", "result-unused", "the result of a collective is thrown away")
 def result_unused(history: EventHistory) -> Iterable[Finding] | str:
     """An in-place exchange of a copy or a new list that nothing reads afterwards."""
-    told = {tuple(event["at"][:2]): event for event in history.of("collective") if event.get("at")}
+    calls = [event for event in history.of("collective") if event.get("at")]  # the source of a broadcast has its value
+    calls = [e for e in calls if not str(e.get("op")).startswith("broadcast") or e["rank"] != (e.get("root") or 0)]
+    told = {tuple(event["at"][:2]): event for event in calls}
     findings, ranks = [], tuple(history.ranks)
     for path in {path for path, _ in told}:
         for call, name in _unused(path):
@@ -34,7 +36,7 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
                 remedy = "keep the object in a variable, and use its contents after the call: box = [order]; "
                 remedy += "dist.broadcast_object_list(box); order = box[0]"
                 findings.append(Finding("LS507", at, evidence, cause, remedy, ranks, event["step"]))
-    return findings if told else "no collective was seen in Python"
+    return findings if any(history.of("collective")) else "no collective was seen in Python"
 
 
 def _rows(call: ast.Call) -> range:
