@@ -48,7 +48,7 @@ def never_exchanged(history: EventHistory) -> Iterable[Finding] | str:
             at = facts.place(facts.optimizer_at(history, key))
             if key in owned and wrong[0] <= ignored.keys():
                 at = facts.place(ignored[min(wrong[0])])
-                cause = f"the wrapper was told to ignore {facts.some(sorted(wrong[0]))}, and nothing else reduces them"
+                cause = f"the wrapper ignores {facts.some(sorted(wrong[0]))} on request, and nothing else reduces them"
                 remedy = "let the wrapper have these parameters, or all_reduce their gradients and divide by world_size"
             elif key in owned:
                 parts = made.get("partly_at")
