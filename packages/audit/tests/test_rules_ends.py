@@ -161,7 +161,7 @@ def test_losses_that_are_divided_by_the_global_batch_or_by_unequal_counts_are_a_
         for event in script.events:
             for each in event.get("backwards") or ():
                 each |= {"divisor": divisor(event["rank"]), "ops": ["DivBackward0", *(inner or ["SumBackward0"])]}
-                each["summed"] = summed
+                each["sum_of"] = summed
         return script
 
     assert divided(lambda rank: 16.0).found("LS211")[0].where.line == 25

@@ -186,7 +186,7 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             before were gone when this one began, and no optimizer
                                                             stepped between; left out: it is the first of the step, or
                                                             parameters changed), cleared_at (by zero_grad() there),
-                                                            began_clear (the same, also if parameters changed), summed
+                                                            began_clear (the same, also if parameters changed), sum_of
                                                             (numbers whose sum the loss is), reduced: {at, elements,
                                                             ranks, divisor, times} of a sum over ranks in the loss,
                                                             one_of (it is a mean of so many, and one has a gradient).

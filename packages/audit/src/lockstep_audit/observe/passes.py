@@ -42,7 +42,7 @@ at_sampled: list[Callable[[], None]] = []
 reduced: list[tuple[Any, dict[str, Any]]] = []
 """Autograd functions whose results the script summed over ranks in place since the last backward pass: torch passes
 their gradients on as if nothing had happened."""
-_NODES = 20_000
+_NODES, _DEPTH = 20_000, 4
 _depth = 0
 
 
@@ -130,14 +130,10 @@ def _loss(tensors: Any) -> dict[str, Any]:
     while function is not None and len(names) < 4:
         names.append(type(function).__name__)
         inputs = [each for each, _ in function.next_functions]
-        if (
-            names[-1] in ("StackBackward0", "CatBackward0")
-            and names[:-1]
-            and names[-2].startswith(("Mean", "Div", "Sum"))
-        ):
+        if names[-1] in ("StackBackward0", "CatBackward0") and "".join(names[-2:-1]).startswith(("Mean", "Div", "Sum")):
             told["one_of"] = len(inputs) if len(inputs) - inputs.count(None) == 1 else None
         sizes = getattr(function, "_saved_self_sym_sizes", None) if names[-1] == "SumBackward0" else None
-        told |= {"summed": math.prod(sizes)} if sizes else {}
+        told |= {"sum_of": math.prod(sizes)} if sizes else {}
         divisor *= _divisor(function)
         is_scaling, made = is_scaling and names[-1] in _SCALING, function
         function = torch_state.below(function)
@@ -150,16 +146,17 @@ def _loss(tensors: Any) -> dict[str, Any]:
 def _reduced(tensors: Any) -> dict[str, Any] | None:
     """The sum over ranks that a loss contains, and the numbers by which the loss divides and multiplies it."""
     root = next(digests.tensors_in(tensors), None)
-    left, seen = [(root.grad_fn, 1.0, 1.0)] if root is not None and root.grad_fn is not None else [], set[Any]()
+    left, seen = [(root.grad_fn, 0, 1.0, 1.0)] if root is not None and root.grad_fn is not None else [], set[Any]()
     while left and len(seen) < _NODES:
-        function, divisor, times = left.pop()
+        function, depth, divisor, times = left.pop()
         if found := next((told for node, told in reduced if node is function), None):
             return found | {"divisor": divisor, "times": times}
-        factor = _factor(function) if type(function).__name__ in _SCALING else 1.0
+        is_scaling = depth < _DEPTH and type(function).__name__ in _SCALING  # checkpoints would compute again below
+        factor = _factor(function) if is_scaling else 1.0
         divisor, times = divisor / min(factor, 1.0) if factor > 0 else divisor, times * max(factor, 1.0)
         below = [each for each, _ in function.next_functions if each is not None and each not in seen]
         seen.update(below)
-        left += [(each, divisor, times) for each in below]
+        left += [(each, depth + 1, divisor, times) for each in below]
     return None
 
 

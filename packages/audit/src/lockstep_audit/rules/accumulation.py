@@ -50,8 +50,8 @@ def _has_micro_batches(events: list[Event]) -> bool:
     if len({str(each.get("at")) for each in told}) > 2 or any(_clears(event) for event in events):
         return False
     given = Counter(micro["loader"] for event in events for micro in event.get("micro_batches") or ())
-    at = told[0].get("at")
-    is_named = bool(at) and any(word in sources.names_around(*at[:2]) for word in ("accum", "micro"))
+    at, is_one = told[0].get("at"), len({str(each.get("at")) for each in told}) == 1
+    is_named = bool(at) and is_one and any(word in sources.names_around(*at[:2]) for word in ("accum", "micro"))
     is_waiting = any(each.get("unsynced_by_user") for each in told)
     return is_named or is_waiting or max(given.values(), default=0) >= _EACH * len(told)
 

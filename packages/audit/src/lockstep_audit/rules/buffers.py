@@ -54,9 +54,8 @@ def outside(history: EventHistory) -> list[Finding]:
         held = {rank: told.get(rank, {}) for rank in group}
         for key in set.intersection(*map(set, held.values())):
             first = held[group[0]][key]
-            names = [
-                n for n in first["digests"] if differ({r: each[key]["digests"].get(n) for r, each in held.items()})
-            ]
+            digests = {rank: each[key]["digests"] for rank, each in held.items()}
+            names = [n for n in first["digests"] if differ({rank: each.get(n) for rank, each in digests.items()})]
             lines = [(file, row) for name in names for file in first["files"] for row in _averaged_at(file, name)]
             if lines:
                 evidence = f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "

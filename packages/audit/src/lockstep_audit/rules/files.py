@@ -104,10 +104,10 @@ def _within(history: EventHistory) -> EventHistory:
         return history
     parts = [[e for e in history.events if (e["number"] < cuts[e["rank"]]) == is_before] for is_before in (True, False)]
     split = EventHistory(parts[1], EventHistory(parts[0]))
-    turns = [
-        [it.begin.get("distributed") or {} for _, it in _trained(each, min(cuts))] for each in (split.previous, split)
-    ]
-    last, first = (side[place].get("epoch") if side else None for side, place in zip(turns, (-1, 0), strict=True))
+    dealt = [[it.begin.get("distributed") or {} for _, it in _trained(EventHistory(p), min(cuts))] for p in parts]
+    if not all(dealt):
+        return history
+    last, first = dealt[0][-1].get("epoch"), dealt[1][0].get("epoch")
     return split if first and last is not None and first - last in (0, 1, 2) else history  # else another training
 
 

@@ -140,9 +140,7 @@ def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
             is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
             is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
             is_by_ranks = is_by_ranks and (backwards[0].get("divided_at") or not uses(history, "accelerate"))
-            near = backwards[0].get("divided_at") or at
-            first = near[1] if near is not at else (backwards[0].get("loss_at") or [None, near[1] - _LINES])[1]
-            is_by_ranks = is_by_ranks and sources.may_be_ranks(near[0], first, near[1])
+            is_by_ranks = is_by_ranks and _may_be_ranks(backwards[0])
             if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
                 cause = "the wrapper already averages gradients over ranks"
@@ -150,6 +148,14 @@ def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
                 findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
         findings += _by_all_ranks(history, group) if len(group) > 1 else []
     return findings if seen else "no wrapped model was trained, or a communication hook exchanges in its own way"
+
+
+def _may_be_ranks(backward: Event) -> bool:
+    """False if the source divides the loss only by a constant, or by the accumulation."""
+    at, loss_at = backward.get("divided_at"), backward.get("loss_at")
+    last = at or backward.get("at") or ["", 0]
+    first = last[1] if at else loss_at[1] if loss_at else last[1] - _LINES
+    return sources.may_be_ranks(last[0], first, last[1])
 
 
 def _summed_in_loss(backwards: list[Event], group: tuple[int, ...]) -> Finding | None:
@@ -191,7 +197,8 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
     for (_, what), turns in told.items():
         fitting = [turn for turn in turns if turn[1]["divisor"] == turn[2]]
         event, backward, count = (fitting or turns)[0]
-        is_of_more = 0 < backward.get("summed", 0) < count and not "".join(backward["ops"][1:2]).startswith("Div")
+        is_once = not any(op.startswith("Div") for op in backward["ops"][1:2])
+        is_of_more = is_once and 0 < (backward.get("sum_of") or backward.get("summed", 0)) < count
         is_always = len(fitting) == len(turns) > 1 and is_of_more
         if is_always or len({number for *_, number in fitting}) > 1:  # else a coincidence of numbers
             evidence = f"a loss was divided by {count:.0f}, the {_WORDS[what]} in this step on all ranks, "

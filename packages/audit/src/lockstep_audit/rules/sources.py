@@ -128,9 +128,11 @@ def cuts(path: str) -> bool:
 
 
 def names_around(path: str, row: int) -> str:
-    """The names in the innermost function around a line, or in the whole file, in small letters."""
-    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
-    inside = ast.walk(max(functions, key=lambda function: function.lineno)) if functions else nodes(path)
+    """The names in the innermost function around a line, or in the outermost loop, in small letters."""
+    around = [n for n in nodes(path) if holds(n, row)]
+    functions = [n for n in around if isinstance(n, ast.FunctionDef)][-1:]
+    loops = [n for n in around if isinstance(n, (ast.For, ast.While))][:1]
+    inside = (node for scope in functions or loops for node in ast.walk(scope))
     return " ".join(name_of(node) or getattr(node, "arg", None) or "" for node in inside).lower()
 
 
