@@ -51,9 +51,8 @@ def at_exit() -> dict[str, Any]:
     """The final parameters."""
     note_parameters()
     held = {number: each for number, each in _last_buffers.items() if each}
-    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": held or None} | {
-        "outside": dict(_outside) or None
-    }
+    told = {"parameters": _last, "copies": _copied, "buffers": held, "outside": _outside}
+    return {name: dict(each) or None for name, each in told.items()}
 
 
 _unfrozen: dict[int, tuple[list[str], list[str]]] = {}

@@ -30,7 +30,7 @@ _LOOKS = 4
 """The number of steps after something unusual that are examined."""
 _UNFROZEN_EVERY = 10
 _LOOPS = 12
-_LOW, _LOW_MOST, _NUMBERS = (torch.bfloat16, torch.float16), 16, 65_536
+_LOW, _MOST_LOW, _NUMBERS = (torch.bfloat16, torch.float16), 16, 65_536
 
 
 @dataclasses.dataclass
@@ -223,10 +223,8 @@ def _ready(step: OptimizerStep) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
-        low = [each for each in _named(step.optimizer) if each[1].dtype in _LOW and each[1].grad is not None][
-            :_LOW_MOST
-        ]
-        step.before = {name: (one, digests.local(one).detach().flatten()[:_NUMBERS].clone()) for name, one in low}
+        low = [each for each in _named(step.optimizer) if each[1].dtype in _LOW and each[1].grad is not None]
+        step.before = {n: (one, digests.local(one).detach().flatten()[:_NUMBERS].clone()) for n, one in low[:_MOST_LOW]}
         gradients.note_rescaled()
         step.told["rescaled"] = gradients.rescaled
         scaled_at = None if passes.clips else gradients.scaled_at

@@ -9,22 +9,9 @@ from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
-from lockstep_audit.rules import sources
+from lockstep_audit.rules import facts, sources
 from lockstep_audit.rules.buffers import outside, overwritten
-from lockstep_audit.rules.facts import (
-    differ,
-    each_rank,
-    group_of,
-    keys,
-    line,
-    named,
-    number_of,
-    place,
-    replicas,
-    rule,
-    some,
-    uses,
-)
+from lockstep_audit.rules.facts import differ, each_rank, named, number_of, place, replicas, rule
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _UNEQUAL = 1.25
@@ -69,7 +56,7 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             for gather in gathers:
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
-                    cause += f", and gather() at {line(gather.get('at'))} keeps them"
+                    cause += f", and gather() at {facts.line(gather.get('at'))} keeps them"
                     at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which removes them"
                     break
             findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
@@ -102,7 +89,7 @@ def _dropped(by_rank: dict[int, Iteration], history: EventHistory) -> list[Findi
 def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Running statistics that differ between ranks when an evaluation begins."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
-    known = keys(history, "wrap", "model", "at")
+    known = facts.keys(history, "wrap", "model", "at")
     by_model: dict[object, dict[int, dict[str, str]]] = {}
     places: dict[object, Event] = {}
     seen = False
@@ -111,7 +98,7 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         if wrap is None or not wrap["how"].startswith(("ddp", "fsdp")):
             continue
         seen = True
-        key = known[event["rank"], event["model"]], group_of(history, wrap)
+        key = known[event["rank"], event["model"]], facts.group_of(history, wrap)
         by_model.setdefault(key, {}).setdefault(event["rank"], event["digests"])
         places.setdefault(key, event)
     findings = []
@@ -119,7 +106,9 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names and len(digests) > 1:
-            evidence = f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {some(names)}"
+            evidence = (
+                f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {facts.some(names)}"
+            )
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
             at, step = place(places[model].get("at")), places[model]["step"]
@@ -135,12 +124,12 @@ def buffers_part(history: EventHistory) -> Iterable[Finding] | str:
     ends = {event["rank"]: event.get("buffers") or {} for event in history.of("exit")}
     findings = []
     for (rank, model), wrap in local.items():
-        group = group_of(history, wrap)
+        group = facts.group_of(history, wrap)
         found = {each: ends.get(each, {}).get(model) or {} for each in group}
         names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
         if rank == group[0] and all(found.values()) and names:
             evidence = f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
-            evidence += f"{named(group)}: {some(names)}"
+            evidence += f"{named(group)}: {facts.some(names)}"
             cause = "a layer computes them from its rank's batches, and broadcast_buffers=False leaves them different"
             remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
@@ -289,8 +278,8 @@ def _statistics(history: EventHistory) -> list[Finding]:
 def _parts_apart(history: EventHistory) -> tuple[list[Finding], bool]:
     """Evaluations of a shard on each rank after which nothing is exchanged and no rank writes its own results."""
     findings, seen = list[Finding](), False
-    by_trainer = uses(history, "transformers")
-    groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
+    by_trainer = facts.uses(history, "transformers")
+    groups = [] if facts.uses(history, "lightning") or facts.uses(history, "pytorch_lightning") else replicas(history)
     for epochs in iterations(history).values():
         turns = [by_rank for by_rank in epochs.values() if _shares_evaluation(by_rank, groups, by_trainer)]
         seen = seen or bool(turns)
@@ -344,7 +333,9 @@ def predictions_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             it = by_rank[rank]
             samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
-            evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {line(save.get('at'))}, has {lines} "
+            evidence = (
+                f"{os.path.basename(path)}, which {named([rank])} wrote at {facts.line(save.get('at'))}, has {lines} "
+            )
             evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the samples of "
             evidence += f"{named([rank])}, but the data set has {size}"
             cause = "no collective gathers the results of the other ranks, and they wrote no file"

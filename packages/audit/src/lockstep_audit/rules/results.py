@@ -26,7 +26,9 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
     findings, ranks = [], tuple(history.ranks)
     for path in {path for path, _ in told}:
         for call, name in _unused(path):
-            event = next((told[path, row] for row in _rows(call) if (path, row) in told), None)
+            event = next(
+                (told[path, row] for row in range(call.lineno, (call.end_lineno or 0) + 1) if (path, row) in told), None
+            )
             if event:
                 at = SourceLine(path, call.lineno, event["at"][2])
                 evidence = f"{line(at)} exchanges {name}, which nothing reads afterwards"
@@ -39,37 +41,26 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
     return findings if any(history.of("collective")) else "no collective was seen in Python"
 
 
-def _rows(call: ast.Call) -> range:
-    return range(call.lineno, (call.end_lineno or call.lineno) + 1)
-
-
 def _unused(path: str) -> Iterator[tuple[ast.Call, str]]:
     """Calls of a file whose statement drops what they exchange, and the text of what they exchange."""
-    scopes = [n for n in sources.nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef))]
-    for scope in scopes:
+    for scope in (n for n in sources.nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef))):
         inside = list(sources.own_nodes(scope))
-        for statement in (n for n in inside if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)):
-            call = statement.value
-            name, given = sources.name_of(call), call.args[0] if isinstance(call, ast.Call) and call.args else None
-            if not isinstance(call, ast.Call) or given is None or any(each.arg == "async_op" for each in call.keywords):
-                continue
-            is_method = name in _RETURNED and isinstance(call.func, ast.Attribute)
+        for call in (n.value for n in inside if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)):
+            name, is_sync = sources.name_of(call), not any(each.arg == "async_op" for each in call.keywords)
             owner = sources.name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            if (name in _IN_PLACE and _is_dropped(scope, inside, given)) or (
-                is_method and owner in ("accelerator", "fabric")
-            ):
-                yield call, ast.unparse(given)
+            is_lost = name in _RETURNED and owner in ("accelerator", "fabric")
+            if call.args and is_sync and (is_lost or (name in _IN_PLACE and _is_dropped(scope, inside, call.args[0]))):
+                yield call, ast.unparse(call.args[0])
 
 
 def _is_dropped(scope: ast.AST, inside: list[ast.AST], given: ast.expr) -> bool:
     """True for a new object with a value of the script that has no name, or whose name nothing else reads."""
     if not isinstance(given, ast.Name):
         return _is_new(given)
-    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == given.id]
     made = [n.value for n in inside if isinstance(n, ast.Assign) and sources.name_of(n.targets[0]) == given.id]
     shared = [n for n in ast.walk(scope) if isinstance(n, (ast.Global, ast.Nonlocal)) and given.id in n.names]
-    reads = [n for n in uses if isinstance(n.ctx, ast.Load)]
-    return len(reads) == 1 and bool(made) and all(map(_is_new, made)) and not shared
+    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == given.id]
+    return sum(isinstance(n.ctx, ast.Load) for n in uses) == 1 and bool(made) and all(map(_is_new, made)) and not shared
 
 
 def _is_new(value: ast.expr) -> bool:
