@@ -223,10 +223,10 @@ def test_results_of_collectives_that_nothing_reads_are_named(tmp_path):
         return [finding.where.line for finding in script.found("LS507")]
 
     wrong = (
-        "dist.broadcast_object_list([order], src=0)\n",
+        "dist.broadcast_object_list([order], src=0)\nfor x in order: f(x)\n",
         "box = [order]\ndist.broadcast_object_list(box)\nfor x in order: f(x)\n",
         "t = torch.tensor(total)\ndist.all_reduce(t)\nprint(total / n)\n",
-        "dist.all_reduce(loss.detach().clone())\n",
+        "dist.all_reduce(loss.detach().clone())\nprint(loss)\n",
         "accelerator.reduce(total)\n",
     )
     assert [found(text) for text in wrong] == [[1], [2], [2], [1], [1]]
@@ -236,6 +236,8 @@ def test_results_of_collectives_that_nothing_reads_are_named(tmp_path):
         "dist.all_reduce(torch.zeros(1))\n",
         "dist.all_reduce(torch.tensor(1.0))\n",
         "dist.all_reduce(total)\n",
+        "t = loss.clone()\ndist.all_reduce(t)\n",
+        "t = loss.clone()\ndist.all_reduce(t)\nt /= 2\nprint(loss)\n",
         "total = accelerator.reduce(total)\n",
         "handle = dist.all_reduce(torch.tensor(x), async_op=True)\n",
         "seed = torch.tensor(s)\nself.seed = seed\ndist.broadcast(seed, 0)\n",

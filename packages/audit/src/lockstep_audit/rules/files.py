@@ -89,7 +89,7 @@ def _within(history: EventHistory) -> EventHistory:
 
     The file has the number of an epoch or step, and a new optimizer like one before trains after the load.
     """
-    saves = {str(e.get("path")): e for e in history.of("save") if e["step"] and _is_of_run(e)}
+    saves = {str(e.get("path")): e for e in reversed(list(history.of("save"))) if e["step"] and _is_of_run(e)}
     cuts = {}
     for rank in history.ranks if history.previous is None and saves else ():
         made = list(history.of("optimizer", rank=rank))

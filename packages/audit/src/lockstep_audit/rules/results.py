@@ -49,18 +49,28 @@ def _unused(path: str) -> Iterator[tuple[ast.Call, str]]:
             name, is_sync = sources.name_of(call), not any(each.arg == "async_op" for each in call.keywords)
             owner = sources.name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
             is_lost = name in _RETURNED and owner in ("accelerator", "fabric")
-            if call.args and is_sync and (is_lost or (name in _IN_PLACE and _is_dropped(scope, inside, call.args[0]))):
+            if call.args and is_sync and (is_lost or (name in _IN_PLACE and _is_dropped(scope, inside, call))):
                 yield call, ast.unparse(call.args[0])
 
 
-def _is_dropped(scope: ast.AST, inside: list[ast.AST], given: ast.expr) -> bool:
-    """True for a new object with a value of the script that has no name, or whose name nothing else reads."""
-    if not isinstance(given, ast.Name):
-        return _is_new(given)
-    made = [n.value for n in inside if isinstance(n, ast.Assign) and sources.name_of(n.targets[0]) == given.id]
-    shared = [n for n in ast.walk(scope) if isinstance(n, (ast.Global, ast.Nonlocal)) and given.id in n.names]
-    uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == given.id]
-    return sum(isinstance(n.ctx, ast.Load) for n in uses) == 1 and bool(made) and all(map(_is_new, made)) and not shared
+def _is_dropped(scope: ast.AST, inside: list[ast.AST], call: ast.Call) -> bool:
+    """True for a new object with a value of the script that has no name, or whose name nothing else reads.
+
+    Later lines must read that value: otherwise nothing is lost.
+    """
+    changed = {id(n.target) for n in inside if isinstance(n, ast.AugAssign)}
+    reads = [n for n in ast.walk(scope) if isinstance(n, ast.Name)]
+    reads = [n for n in reads if isinstance(n.ctx, ast.Load) or id(n) in changed]
+    given, values = call.args[0], call.args[:1]
+    if isinstance(given, ast.Name):
+        assigned = [n for n in inside if isinstance(n, ast.Assign)]
+        values = [n.value for n in assigned if sources.name_of(n.targets[0]) == given.id]
+        shared = [n for n in ast.walk(scope) if isinstance(n, (ast.Global, ast.Nonlocal)) and given.id in n.names]
+        if shared or sum(n.id == given.id for n in reads) != 1:
+            return False
+    names = {n.id for value in values if _is_new(value) for n in ast.walk(value) if isinstance(n, ast.Name)} - {"torch"}
+    later = {n.id for n in reads if n.lineno > (call.end_lineno or 0)}
+    return bool(values) and all(map(_is_new, values)) and bool(names & later)
 
 
 def _is_new(value: ast.expr) -> bool:
