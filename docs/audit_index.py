@@ -183,9 +183,10 @@ batches show only if the run reaches the end of an epoch.
     - warning LS601 if repeated samples are taken out by a mask or by their ids;
     - warning LS403 if labels of -100 do not count in the mean (DPO);
     - warning LS307 if a training is cut short on purpose.
-- **A script's own objects** are not compared between ranks, except dictionaries that number words, and buffers of modules.
-So the audit does not notice if each rank normalizes its observations with a running mean in a plain tensor. In other objects,
-such as the states of environments, ranks rightly hold different numbers. The audit cannot distinguish the two.
+- **A script's own objects** are not compared between ranks, except dictionaries that number words, and buffers of
+modules. So the audit does not notice if each rank normalizes its observations with a running mean in a plain tensor. In
+other objects, such as the states of environments, ranks rightly hold different numbers. The audit cannot distinguish
+the two.
 - **Lines.** If the cause of a finding is known, the finding shows the line of the cause: the line that created a
   sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. For
   some findings, the audit looks for the line in the source of the script. It may be an `if` or `break` at which ranks
