@@ -880,6 +880,7 @@ def test_rows_in_the_order_of_ranks_are_told_where_they_stand_beside_others(monk
     assert (kind, keys["gathered_at"], keys["rows"]) == ("lined_up", ["train.py", 1, "main"], 31)
     assert len(told) == 1
     gathered_evaluation.compared(torch.stack(parts, 1).flatten()[:31], labels)
+    assert told.pop()[1]["is_dealt"]  # one of each rank in turn
     gathered_evaluation.compared(both, both)
     gathered_evaluation.compared(both, 1.0)
     gathered_evaluation.compared(mine, mine + 1)

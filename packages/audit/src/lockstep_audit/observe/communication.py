@@ -10,19 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep_audit.observe import (
-    digests,
-    gathered_evaluation,
-    gathers,
-    means,
-    models,
-    passes,
-    places,
-    torch_internals,
-    torch_state,
-)
+from lockstep_audit.observe import digests, gathered_evaluation, gathers, means, models, passes, places, torch_state
 from lockstep_audit.observe.gradients import Reduction, gradients
 from lockstep_audit.observe.recorder import LAUNCHER, After, recorder
+from lockstep_audit.observe.torch_internals import recorded_collectives
 
 _EACH_LINE = 2000
 _LOOKS = 8
@@ -238,7 +229,7 @@ def at_exit() -> dict[str, Any]:
     """How many collectives each group made."""
     note_groups()
     counted: dict[str, int] = dict(_sequences)
-    for entry in torch_internals.recorded_collectives():
+    for entry in recorded_collectives():
         name = str(entry["process_group"][0])
         counted[name] = max(counted.get(name, 0), entry["collective_seq_id"])
     return {"collectives": counted or None}

@@ -10,7 +10,6 @@ import torch
 
 from lockstep_audit.observe import (
     calls,
-    communication,
     data,
     digests,
     final_states,
@@ -20,6 +19,7 @@ from lockstep_audit.observe import (
     places,
     schedules,
 )
+from lockstep_audit.observe.communication import note_groups
 from lockstep_audit.observe.gradients import gradient_norm, gradients
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
@@ -273,7 +273,7 @@ def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _tell_optimizer(step: OptimizerStep) -> None:
-    communication.note_groups()
+    note_groups()
     for model in models.told():
         models.refresh(model)
     _note_parameters(step.optimizer, step.known)

@@ -40,11 +40,9 @@ def _add(told: dict[str, dict[str, int]], name: str, thing: Any) -> None:
 def _numbered(thing: dict[Any, Any]) -> dict[str, int] | None:
     """A sample of the texts that a dictionary numbers one for one from 0 (or a few more); None: it does not."""
     size = len(thing)
-    if not _LEAST <= size <= _MOST or type(next(iter(thing.values()))) is not int:
+    if not (_LEAST <= size <= _MOST and all(type(k) is str and type(v) is int for k, v in thing.items())):
         return None
-    if not all(type(key) is str and type(value) is int for key, value in thing.items()):
-        return None
-    if len(set(thing.values())) != size or max(thing.values()) >= size + _LEAST or min(thing.values()) < 0:
+    if len(set(thing.values())) != size or not 0 <= min(thing.values()) <= max(thing.values()) < size + _LEAST:
         return None
     chosen = sorted(thing, key=lambda word: zlib.crc32(word.encode(errors="replace")))[:_TOLD]
     return {word[:40]: thing[word] for word in chosen}

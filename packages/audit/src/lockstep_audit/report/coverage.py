@@ -15,10 +15,8 @@ def seen(history: EventHistory) -> str:
     found += [number_of(max((sum(1 for _ in history.of("step", rank=r)) for r in history.ranks), default=0), "step")]
     turns = [by_rank for epochs in iterations(history).values() for by_rank in epochs.values()]
     found += [number_of(len(iterations(history)), "loader"), number_of(_evaluations(turns), "evaluation")]
-    first = min(history.ranks, default=0)
-    for wrap in list(history.of("wrap", rank=first))[:3]:
-        kind = _WRAPPERS.get(wrap["how"], wrap["how"])
-        found.append(f"{kind} with {number_of(wrap.get('parameters', 0), 'parameter')}")
+    for wrap in list(history.of("wrap", rank=min(history.ranks, default=0)))[:3]:
+        found.append(f"{_WRAPPERS[wrap['how']]} with {number_of(wrap.get('parameters', 0), 'parameter')}")
     saves = {str(save.get("path")) for save in history.of("save")}
     return ", ".join([*found, *([number_of(len(saves), "saved file")] if saves else [])])
 

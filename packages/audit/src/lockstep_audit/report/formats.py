@@ -51,14 +51,14 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
         lines.append(f"switched off: {_where(finding)}{finding.rule} {BY_ID[finding.rule].title}: {reason}")
     if verbose:
         lines += [f"not exercised: {id} {BY_ID[id].name}: {why}" for id, why in sorted(outcome.not_exercised.items())]
+    told = {"seen": outcome.seen, "not judged": outcome.unseen}
+    lines += [f"{what}: {words}" for what, words in told.items() if words]
     errors, warnings = len(outcome.of("error")), len(outcome.of("warning"))
     counts = f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}"
     if outcome.inconclusive:
         why, remedy = outcome.inconclusive
         lines += [f"inconclusive: {why}", f"  remedy: {remedy}"]
         counts = f"inconclusive, {counts}" if errors or warnings else "inconclusive"
-    lines += [f"seen: {outcome.seen}"] if outcome.seen else []
-    lines += [f"not judged: {outcome.unseen}"] if outcome.unseen else []
     more = "" if verbose or not outcome.not_exercised else " (-v shows why)"
     lines.append(
         f"lockstep-audit: {counts}; {number_of(len(outcome.checked), 'rule')} checked, "

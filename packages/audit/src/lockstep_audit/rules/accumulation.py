@@ -47,18 +47,14 @@ def _has_micro_batches(events: list[Event]) -> bool:
     Each pass has its own batch of one loader, or waits for the last to exchange gradients, or the script says so.
     """
     told = [each for event in events for each in passes(event)]
-    if len({str(each.get("at")) for each in told}) > 2 or any(_clears(event) for event in events):
-        return False
+    lines = {str(each.get("at")) for each in told}
+    if len(lines) > 2 or any(each.get("began_clear") and "discarded" not in each for each in told):
+        return False  # gradients were cleared, and parameters changed, between the passes of a step
     given = Counter(micro["loader"] for event in events for micro in event.get("micro_batches") or ())
-    at, is_one = told[0].get("at"), len({str(each.get("at")) for each in told}) == 1
-    is_named = bool(at) and is_one and any(word in sources.names_around(*at[:2]) for word in ("accum", "micro"))
+    at = told[0].get("at") if len(lines) == 1 else None
+    is_named = bool(at) and any(word in sources.names_around(*at[:2]) for word in ("accum", "micro"))
     is_waiting = any(each.get("unsynced_by_user") for each in told)
     return is_named or is_waiting or max(given.values(), default=0) >= _EACH * len(told)
-
-
-def _clears(event: Event) -> bool:
-    """True if a pass of a step began without the gradients of those before, after the script had changed parameters."""
-    return any(each.get("began_clear") and "discarded" not in each for each in event.get("backwards") or ())
 
 
 def _divides_gradients(event: Event) -> bool:

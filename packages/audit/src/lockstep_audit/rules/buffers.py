@@ -68,9 +68,8 @@ def outside(history: EventHistory) -> list[Finding]:
 
 def _averaged_at(file: str, name: str) -> list[int]:
     """Lines that update running statistics: not those of a counter."""
-    is_statistic = any(word in name for word in ("mean", "var", "std", "running"))
-    changes = [(row, text) for _, row, text in _changes(file, name)]
-    return [row for row, text in changes if is_statistic or any(word in text for word in _DECAYS)]
+    is_known = any(word in name for word in ("mean", "var", "std", "running"))
+    return [row for _, row, text in _changes(file, name) if is_known or any(word in text for word in _DECAYS)]
 
 
 def _differ(events: dict[int, Event], name: str) -> bool:

@@ -17,6 +17,7 @@ from lockstep_audit.rules.loaders import Iteration, iterations
 _UNEQUAL = 1.25
 """Shards whose sizes differ by this factor are unequal."""
 _OFF = 0.01
+"""A short last batch counts if it changes a mean by more than this."""
 _WHOLE = 1e-6
 _FEW = 12
 """A file with at most this many lines may have as many as there are samples by chance."""
@@ -182,7 +183,8 @@ def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
 
 def _unequal_means(firsts: dict[int, Event]) -> str | None:
     means = {rank: event["mean_of"] for rank, event in firsts.items() if event.get("mean_of")}
-    uneven = {r: m for r, m in means.items() if m["unequal"] and (m["least"] * _UNEQUAL <= m["most"] or _is_off(m))}
+    off = {r for r, m in means.items() if "plain" in m and abs(m["plain"] - m["weighted"]) > _OFF * abs(m["weighted"])}
+    uneven = {r: m for r, m in means.items() if m["unequal"] and (m["least"] * _UNEQUAL <= m["most"] or r in off)}
     if uneven:
         rank, mean = next(iter(uneven.items()))
         value = firsts[rank]["value"]
@@ -193,11 +195,6 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
         return f"each rank contributes its own mean, over this many numbers: {each_rank(numbers)}"
     return None
-
-
-def _is_off(mean: Event) -> bool:
-    """True if a short last batch changes the mean by more than 1 %."""
-    return abs(mean.get("plain", mean["weighted"]) - mean["weighted"]) > _OFF * abs(mean["weighted"])
 
 
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:

@@ -174,8 +174,7 @@ def divisions(path: str, first: int, last: int) -> list[tuple[int, ast.expr]]:
 def may_be_ranks(path: str, first: int, last: int) -> bool:
     """True if a line from one to another divides by something that may be the number of ranks, or none divides."""
     found = [by for _, by in divisions(path, first, last)]
-    named = [by for by in found if not isinstance(by, ast.Constant) and "acc" not in ast.unparse(by).lower()]
-    return bool(named) or not found
+    return not found or any(not isinstance(by, ast.Constant) and "acc" not in ast.unparse(by).lower() for by in found)
 
 
 def stops(path: str) -> list[int]:
