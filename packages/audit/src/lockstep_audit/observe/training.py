@@ -237,8 +237,7 @@ def _ready(step: OptimizerStep) -> None:
 def _rounded(parameter: torch.Tensor, before: torch.Tensor) -> list[int]:
     """How many values of a parameter had a gradient, and how many of these a step left as they were."""
     now, grad = (digests.local(each).detach().flatten()[:_NUMBERS] for each in (parameter, parameter.grad))
-    had = grad != 0
-    return [int(had.sum()), int((had & (now == before)).sum())]
+    return [int((grad != 0).sum()), int(((grad != 0) & (now == before)).sum())]
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:

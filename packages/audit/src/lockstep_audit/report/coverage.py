@@ -6,8 +6,6 @@ from lockstep_audit.events import EventHistory
 from lockstep_audit.rules.facts import number_of
 from lockstep_audit.rules.loaders import Iteration, iterations
 
-_WRAPPERS = {"ddp": "DDP", "fsdp1": "FSDP", "fsdp2": "FSDP2", "data_parallel": "DataParallel"}
-
 
 def seen(history: EventHistory) -> str:
     """`2 ranks, 40 steps, 2 loaders, 1 evaluation, DDP with 161 parameters`."""
@@ -16,9 +14,8 @@ def seen(history: EventHistory) -> str:
     turns = [by_rank for epochs in iterations(history).values() for by_rank in epochs.values()]
     found += [number_of(len(iterations(history)), "loader"), number_of(_evaluations(turns), "evaluation")]
     for wrap in list(history.of("wrap", rank=min(history.ranks, default=0)))[:3]:
-        found.append(f"{_WRAPPERS[wrap['how']]} with {number_of(wrap.get('parameters', 0), 'parameter')}")
-    saves = {str(save.get("path")) for save in history.of("save")}
-    return ", ".join([*found, *([number_of(len(saves), "saved file")] if saves else [])])
+        found.append(f"{wrap['how'].upper()} with {number_of(wrap.get('parameters', 0), 'parameter')}")
+    return ", ".join(found)
 
 
 def _evaluations(turns: list[dict[int, Iteration]]) -> int:

@@ -276,7 +276,7 @@ def average_each_micro_batch(history: EventHistory) -> Iterable[Finding] | str:
             evidence = f"the average is updated after each of {usual} backward passes, but the optimizer steps once"
             cause = "the update is outside the `if` that decides about the step, so its decay applies too often"
             remedy = "update the average right after optimizer.step()"
-            where = place([at[0], rows[0], at[2]] if at else None)
+            where = place([at[0], rows[0], ""] if at else None)
             return [Finding("LS407", where, evidence, cause, remedy, (rank,), events[0]["step"])]
     return [] if accumulating else _NONE
 

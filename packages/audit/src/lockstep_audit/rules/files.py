@@ -105,9 +105,7 @@ def _within(history: EventHistory) -> EventHistory:
     parts = [[e for e in history.events if (e["number"] < cuts[e["rank"]]) == is_before] for is_before in (True, False)]
     split = EventHistory(parts[1], EventHistory(parts[0]))
     dealt = [[it.begin.get("distributed") or {} for _, it in _trained(EventHistory(p), min(cuts))] for p in parts]
-    if not all(dealt):
-        return history
-    last, first = dealt[0][-1].get("epoch"), dealt[1][0].get("epoch")
+    last, first = (side[place].get("epoch") if side else None for side, place in zip(dealt, (-1, 0), strict=True))
     return split if first and last is not None and first - last in (0, 1, 2) else history  # else another training
 
 

@@ -205,8 +205,7 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
             evidence += f"as in {len(fitting)} of {len(turns)} examined steps"
             cause = f"the wrapper averages gradients over {len(group)} ranks, which divides once more"
             remedy = "divide by the count of this rank's batch, or multiply the loss by the number of ranks"
-            at = backward.get("at")
-            at = backward.get("divided_at") or _division(backward.get("loss_at"), at) or at
+            at = backward.get("divided_at") or _division(backward.get("loss_at"), backward["at"]) or backward["at"]
             return [Finding("LS211", place(at), evidence, cause, remedy, group, event["step"])]
     return []
 

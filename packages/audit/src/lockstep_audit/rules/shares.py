@@ -258,8 +258,7 @@ def _vocabularies(history: EventHistory) -> list[Finding]:
             if len(words) >= _WORDS and 2 * len(apart) > len(words):
                 first = min(apart)
                 shown = each_rank({rank: each[name][first] for rank, each in ids.items()})
-                sizes = each_rank({rank: len(each[name]) for rank, each in ids.items()})
-                evidence = f"`{name}` gives {first!r} the number {shown} (entries compared: {sizes})"
+                evidence = f"`{name}` gives {first!r} the number {shown}"
                 cause = "each rank numbers the words that its data contain, or in an order that differs by process"
                 remedy = "all_gather_object the counts, add them up, and number the sorted words"
                 event = told[group[0]]
