@@ -51,7 +51,7 @@ def at_exit() -> dict[str, Any]:
     """The final parameters."""
     note_parameters()
     held = {number: each for number, each in _last_buffers.items() if each}
-    told = {"parameters": _last, "copies": _copied, "buffers": held, "outside": _outside}
+    told: dict[str, Any] = {"parameters": _last, "copies": _copied, "buffers": held, "outside": _outside}
     return {name: dict(each) or None for name, each in told.items()}
 
 

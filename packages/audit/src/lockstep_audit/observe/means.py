@@ -183,8 +183,8 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
     """
     if tensor.numel() in range(2, _FEW + 1) and tensor.device.type == "cpu" and not tensor.requires_grad:
         held = [float(each) for each in tensor.flatten()]
-        told = [_mean_of(each / len(line), line) for each in held for line in _means.values() if len(line) in held]
-        return next(({"mean_of": each, "value": each["plain"]} for each in told if each), {})
+        found = [_mean_of(each / len(line), line) for each in held for line in _means.values() if len(line) in held]
+        return next(({"mean_of": each, "value": each["plain"]} for each in found if each), {})
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
         return {}
     value = float(tensor)
@@ -195,8 +195,8 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
     told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
     for line in _means.values():
         most = told.get("mean_of", {}).get("means", 0)
-        if len(line) > most and (found := _mean_of(value, line)):
-            told["mean_of"] = found
+        if len(line) > most and (own := _mean_of(value, line)):
+            told["mean_of"] = own
     return told
 
 

@@ -236,7 +236,8 @@ def _ready(step: OptimizerStep) -> None:
 
 def _rounded(parameter: torch.Tensor, before: torch.Tensor) -> list[int]:
     """How many values of a parameter had a gradient, and how many of these a step left as they were."""
-    now, grad = (digests.local(each).detach().flatten()[:_NUMBERS] for each in (parameter, parameter.grad))
+    pair = (parameter, parameter if parameter.grad is None else parameter.grad)
+    now, grad = (digests.local(each).detach().flatten()[:_NUMBERS] for each in pair)
     return [int((grad != 0).sum()), int(((grad != 0) & (now == before)).sum())]
 
 

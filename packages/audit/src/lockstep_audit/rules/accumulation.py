@@ -51,7 +51,7 @@ def _has_micro_batches(events: list[Event]) -> bool:
     if len(lines) > 2 or any(each.get("began_clear") and "discarded" not in each for each in told):
         return False  # gradients were cleared, and parameters changed, between the passes of a step
     given = Counter(micro["loader"] for event in events for micro in event.get("micro_batches") or ())
-    at = told[0].get("at") if len(lines) == 1 else None
+    at: Any = told[0].get("at") if len(lines) == 1 else None
     is_named = bool(at) and any(word in sources.names_around(*at[:2]) for word in ("accum", "micro"))
     is_waiting = any(each.get("unsynced_by_user") for each in told)
     return is_named or is_waiting or max(given.values(), default=0) >= _EACH * len(told)
@@ -60,7 +60,7 @@ def _has_micro_batches(events: list[Event]) -> bool:
 def _divides_gradients(event: Event) -> bool:
     """True if the script scales the gradients of a step after the last backward pass, other than back from a scaler."""
     factor = event["rescaled"] * (passes(event)[-1].get("factor") or 1.0) if "rescaled" in event else 1.0
-    return abs(factor - 1) > _SAME
+    return bool(abs(factor - 1) > _SAME)
 
 
 def is_divided(backward: Event) -> bool:

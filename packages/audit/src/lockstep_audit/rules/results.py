@@ -35,8 +35,7 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
                 cause = "the collective writes its result there, and later lines use what each rank had before"
                 if sources.name_of(call) in _RETURNED:
                     cause = "the function returns its result and leaves its argument as it was"
-                remedy = "keep the object in a variable, and use its contents after the call: box = [order]; "
-                remedy += "dist.broadcast_object_list(box); order = box[0]"
+                remedy = "read the result: box = [order]; dist.broadcast_object_list(box); order = box[0]"
                 findings.append(Finding("LS507", at, evidence, cause, remedy, ranks, event["step"]))
     return findings if any(history.of("collective")) else "no collective was seen in Python"
 

@@ -12,7 +12,7 @@ from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps, uses
 
 _SAME = 0.01
-_LINES = 8
+_LINES, _DIFFERENTIABLE = 8, "torch.distributed.nn.functional.all_reduce, whose backward pass also sums"
 _WORDS = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
 
@@ -176,8 +176,7 @@ def _summed_in_loss(backwards: list[Event], group: tuple[int, ...]) -> Finding |
     evidence = f"{what} was summed over {world} ranks before the backward pass"
     evidence += f", and then divided by {told['divisor']:g}" if is_loss else ""
     cause += f"and the wrapper averages them: they are {world} times too small"
-    remedy = "call backward() on the loss of this rank, and all_reduce loss.detach().clone() for the log"
-    remedy = remedy if is_loss else "torch.distributed.nn.functional.all_reduce, whose backward pass also sums"
+    remedy = "backward() on this rank's loss, and all_reduce a detached clone" if is_loss else _DIFFERENTIABLE
     return Finding("LS211", place(told["at"]), evidence, cause, remedy, group, None)
 
 
@@ -205,7 +204,8 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
             evidence += f"as in {len(fitting)} of {len(turns)} examined steps"
             cause = f"the wrapper averages gradients over {len(group)} ranks, which divides once more"
             remedy = "divide by the count of this rank's batch, or multiply the loss by the number of ranks"
-            at = backward.get("divided_at") or _division(backward.get("loss_at"), backward["at"]) or backward["at"]
+            at = backward.get("at")
+            at = backward.get("divided_at") or _division(backward.get("loss_at"), at) or at
             return [Finding("LS211", place(at), evidence, cause, remedy, group, event["step"])]
     return []
 
