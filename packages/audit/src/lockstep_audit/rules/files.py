@@ -192,7 +192,7 @@ def _repeated(
     if used and last.is_complete and len(begun) >= _FEW and 4 * len(others) > len(begun):
         evidence = f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
         evidence += f"with {len(others)} others"
-        epochs = [(it.begin.get("distributed") or {}).get("epoch") for it in (last, again)]
+        epochs: list[Any] = [(it.begin.get("distributed") or {}).get("epoch") for it in (last, again)]
         if not passed_over and None not in epochs and epochs[1] == epochs[0] + 1:
             left = f"with {number_of(len(rest), 'sample')} left, and the run starts with epoch {epochs[1]}"
             return f"the file was saved in epoch {epochs[0]}, {left}", "the rest of the epoch is never trained"

@@ -215,7 +215,7 @@ def rounded_away(history: EventHistory) -> Iterable[Finding] | str:
             cause = "the weights themselves are 16-bit: a step that is smaller than their precision changes nothing"
             remedy = "keep float32 weights, and compute in bfloat16: torch.autocast, or fully_shard(..., "
             remedy += "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-            at = event.get("made_at") or event.get("at")
+            at: Any = event.get("made_at") or event.get("at")
             rows = sources.lowers(at[0]) if at else []
             where = facts.place([at[0], rows[0], ""] if rows else at)
             return [Finding("LS311", where, evidence, cause, remedy, tuple(history.ranks), event["step"])]
