@@ -42,7 +42,9 @@ train.py:10: error[LS101]: several ranks train on the same samples
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see lockstep-audit --explain LS101
 
-lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v shows why), 0 findings switched off
+seen: 2 ranks, 16 steps, 1 loader, 0 evaluations, DDP with 4 parameters
+not judged: evaluation (none was seen), saving (no file was written), resuming (--previous)
+lockstep-audit: 1 error, 0 warnings; 19 rules checked, 58 not exercised (-v shows why), 0 findings switched off
 ```
 
 The report separates what was seen from its explanation: the cause is `unknown` if no rule can explain the finding. A
@@ -180,11 +182,11 @@ batches show only if the run reaches the end of an epoch.
     - LS703 if two networks train on each batch and the run resumes within an accumulation;
     - warning LS601 if repeated samples are taken out by a mask or by their ids;
     - warning LS403 if labels of -100 do not count in the mean (DPO);
-    - warning LS211 if a divisor happens to be the number of all samples;
     - warning LS307 if a training is cut short on purpose.
-- **A script's own objects** are not compared between ranks. So the audit does not notice if each rank normalizes its
-observations with statistics that it gathers for itself, such as a running mean. In other objects, such as the states of
-environments, ranks rightly hold different numbers. The audit cannot distinguish the two.
+- **A script's own objects** are not compared between ranks, except dictionaries that number words, and buffers of
+modules. So the audit does not notice if each rank normalizes its observations with a running mean in a plain tensor. In
+other objects, such as the states of environments, ranks rightly hold different numbers. The audit cannot distinguish
+the two.
 - **Lines.** If the cause of a finding is known, the finding shows the line of the cause: the line that created a
   sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. For
   some findings, the audit looks for the line in the source of the script. It may be an `if` or `break` at which ranks

@@ -46,6 +46,8 @@ class Script:
             told = {"gradients": {"weight": value, "bias": "b"}, "parameters": {"weight": value, "bias": "b"}}
             told = {"backwards": passes, "model": 0, "sampled": sampled} | (told if sampled else {})
             index = self.indexes[each, number]
+            if count > 1:
+                told["micro_batches"] = [{"loader": 0, "batch": number, "samples": 2} for number in range(count)]
             mine = {name: value(each) if callable(value) else value for name, value in keys.items()}
             self.add("step", each, optimizer=number, index=index, at=at(line), **(told | mine))
             if not mine.get("skipped"):

@@ -376,7 +376,7 @@ def test_gradients_that_are_gone_before_the_next_backward_pass_are_noticed(monke
         (weights * torch.tensor([1.0, 2.0, 3.0]) + bias).sum().backward()
         seen.at_backward(is_sampled=True)
         after()
-        return seen.is_discarded()
+        return seen.gone()[1]
 
     assert passed() is None  # only a training that accumulates is looked at
     assert passed() is False
@@ -570,7 +570,7 @@ def test_labels_that_a_mean_is_taken_over_are_counted_apart_where_some_are_ignor
     assert means.last_labels() == {"rows": 3}
     assert told(torch.tensor([0, -100, 2])) == {"labels": 2}
     assert told(torch.tensor([0, 1, 1]), ignore_index=1) == {"labels": 1}
-    assert (told(torch.tensor([0, 1, 2]), reduction="sum"), told(torch.ones(3))) == ({"summed": 1}, {})
+    assert (told(torch.tensor([0, 1, 2]), reduction="sum"), told(torch.ones(3))) == ({"summed": 3}, {})
     assert told(torch.ones(3, dtype=torch.int64, device="meta")) == {}  # nothing is read from a device
 
 
@@ -880,6 +880,7 @@ def test_rows_in_the_order_of_ranks_are_told_where_they_stand_beside_others(monk
     assert (kind, keys["gathered_at"], keys["rows"]) == ("lined_up", ["train.py", 1, "main"], 31)
     assert len(told) == 1
     gathered_evaluation.compared(torch.stack(parts, 1).flatten()[:31], labels)
+    assert told.pop()[1]["is_dealt"]  # one of each rank in turn
     gathered_evaluation.compared(both, both)
     gathered_evaluation.compared(both, 1.0)
     gathered_evaluation.compared(mine, mine + 1)

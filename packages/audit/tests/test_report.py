@@ -53,7 +53,10 @@ def written(made, folder):
 
 def test_the_text_has_place_source_evidence_cause_remedy_and_page(script):
     text = formats.text(outcome(script().history))
-    first, source, seen, cause, remedy, page, _, last = text.splitlines()
+    first, source, seen, cause, remedy, page, _, ran, left, last = text.splitlines()
+    assert ran.startswith("seen: 2 ranks, ")
+    assert "DDP with 2 parameters" in ran
+    assert left.startswith("not judged: ")
     assert first == "train.py:10: error[LS101]: several ranks train on the same samples"
     assert source.strip() == "loader = DataLoader(data, shuffle=True)"
     assert seen.startswith("  seen: in epoch 0 of this loader")

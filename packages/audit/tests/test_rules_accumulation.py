@@ -3,6 +3,7 @@
 import torch
 
 from lockstep_audit.observe import means
+from lockstep_audit.rules import sources
 from packages.audit.tests.made_events import Script, at, dealt, parts
 
 
@@ -129,7 +130,7 @@ def test_the_weights_of_labels_are_counted_as_torch_divides_by_them():
     labels, weight = torch.tensor([0, 2, -100, 2]), torch.tensor([0.5, 1.0, 4.0])
     assert means._counted(labels, weight=weight) == {"labels": 3, "weights": 8.5}
     assert means._counted(labels[:2], weight=weight) == {"rows": 2, "weights": 4.5}
-    assert means._counted(labels, reduction="sum", weight=weight) == {"summed": 1}
+    assert means._counted(labels, reduction="sum", weight=weight) == {"summed": 4}
     assert means._counted(labels) == {"labels": 3}
 
 
@@ -216,3 +217,52 @@ def test_gradients_that_are_cleared_between_micro_batches_are_named(tmp_path):
     mixed = discards(None, False, False)  # a step that was skipped, or what an epoch left over
     mixed.events[-1]["backwards"][1]["discarded"] = True
     assert mixed.found("LS406") == []
+
+
+def passes_of(marks, steps=3, **keys):
+    """Steps of two passes each. `marks`: keys of the second pass."""
+    script = Script().optimizer()
+    for _ in range(steps):
+        script.step(backwards=2, **keys)
+    for event in script.events:
+        for number, each in enumerate(event.get("backwards", [])):
+            each |= {"ops": ["NllLossBackward0"]} | (marks if number else {})
+    return script
+
+
+def test_several_passes_that_are_no_micro_batches_are_not_accumulation():
+    assert passes_of({}).ids() == {"LS402", "LS404"}
+    assert passes_of({"began_clear": True}).ids() == set()  # sharpness-aware steps, L-BFGS
+    one = [{"loader": 0, "batch": 0, "samples": 4}]
+    assert passes_of({}, micro_batches=one).ids() == set()  # two losses of one batch
+    two = [{"loader": number, "batch": 0, "samples": 4} for number in range(2)]
+    assert passes_of({}, micro_batches=two).ids() == set()  # two tasks
+    waiting = passes_of({}, micro_batches=one)
+    for each in (each for event in waiting.events for each in event.get("backwards", [])[:1]):
+        each |= {"synced": False, "unsynced_by_user": True}
+    assert waiting.ids() == {"LS402"}
+
+
+def test_gradients_that_are_divided_after_the_last_pass_are_not_undivided():
+    assert passes_of({}, rescaled=0.5).found("LS402") == []
+    assert passes_of({}, rescaled=1.0).found("LS402")
+    assert passes_of({"factor": 1024.0}, rescaled=1 / 1024).found("LS402")  # a GradScaler
+
+
+def test_an_average_that_is_updated_outside_of_the_step_is_a_warning(tmp_path):
+    def found(text, line):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        sources.nodes.cache_clear()
+        script = passes_of({})
+        for event in script.events:
+            if event["kind"] == "step":
+                event["at"] = [str(path), line, "main"]
+        return [finding.where.line for finding in script.found("LS407")]
+
+    loop = "for b in c:\n    f(b)\n    if b:\n        optimizer.step()\n    "
+    assert found(loop + "ema.update(model)\n", 4) == [5]
+    assert found(loop + "update_teacher()\n", 4) == [5]
+    assert found(loop + "    update_ema()\n", 4) == []
+    assert found(loop + "scheduler.step()\n", 4) == []
+    assert found("for b in c:\n    optimizer.step()\n    ema.update()\n", 2) == []

@@ -212,3 +212,34 @@ def test_what_leaves_out_a_batch_is_found_in_the_text(text, line, tmp_path):
     backward = next(row for row, each in enumerate(text.splitlines(), 1) if "backward()" in each)
     found = skips.left_out([str(path), 1, ""], [str(path), backward, ""])
     assert [each[2] for each in found[:1]] == ([line] if line else [])
+
+
+def test_results_of_collectives_that_nothing_reads_are_named(tmp_path):
+    def found(text, op="broadcast_object_list"):
+        path = tmp_path / f"{abs(hash(text))}.py"
+        path.write_text(text)
+        row = next(number for number, line in enumerate(text.splitlines(), 1) if "dist." in line or "acc" in line)
+        script = Script().add("collective", at=[str(path), row, "main"], op=op, group="0", sequence=0)
+        return [finding.where.line for finding in script.found("LS507")]
+
+    wrong = (
+        "dist.broadcast_object_list([order], src=0)\nfor x in order: f(x)\n",
+        "box = [order]\ndist.broadcast_object_list(box)\nfor x in order: f(x)\n",
+        "t = torch.tensor(total)\ndist.all_reduce(t)\nprint(total / n)\n",
+        "dist.all_reduce(loss.detach().clone())\nprint(loss)\n",
+        "accelerator.reduce(total)\n",
+    )
+    assert [found(text) for text in wrong] == [[1], [2], [2], [1], [1]]
+    right = (
+        "box = [order]\ndist.broadcast_object_list(box)\norder = box[0]\n",
+        "t = torch.tensor(total)\ndist.all_reduce(t)\nprint(t)\n",
+        "dist.all_reduce(torch.zeros(1))\n",
+        "dist.all_reduce(torch.tensor(1.0))\n",
+        "dist.all_reduce(total)\n",
+        "t = loss.clone()\ndist.all_reduce(t)\n",
+        "t = loss.clone()\ndist.all_reduce(t)\nt /= 2\nprint(loss)\n",
+        "total = accelerator.reduce(total)\n",
+        "handle = dist.all_reduce(torch.tensor(x), async_op=True)\n",
+        "seed = torch.tensor(s)\nself.seed = seed\ndist.broadcast(seed, 0)\n",
+    )
+    assert [found(text) for text in right] == [[]] * len(right)

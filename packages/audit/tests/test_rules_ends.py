@@ -155,14 +155,19 @@ def test_a_wrapper_whose_group_is_one_rank_is_named():
 
 
 def test_losses_that_are_divided_by_the_global_batch_or_by_unequal_counts_are_a_warning():
-    def divided(divisor, *inner):
-        script = Script().optimizer().step(micro_batches=[{"loader": 0, "batch": 0, "samples": 8}])
+    def divided(divisor, *inner, summed=8):
+        batches = [{"loader": 0, "batch": 0, "samples": 8}]
+        script = Script().optimizer().step(micro_batches=batches).step(micro_batches=batches)
         for event in script.events:
             for each in event.get("backwards") or ():
                 each |= {"divisor": divisor(event["rank"]), "ops": ["DivBackward0", *(inner or ["SumBackward0"])]}
+                each["sum_of"] = summed
         return script
 
     assert divided(lambda rank: 16.0).found("LS211")[0].where.line == 25
+    assert (
+        divided(lambda rank: 16.0, summed=24).ids() == set()
+    )  # a mean over 16 of them, as many as all samples by chance
     by_ranks = Script().add("framework", name="accelerate").optimizer().step()
     for each in (each for event in by_ranks.events for each in event.get("backwards") or ()):
         each |= {"divisor": 2.0, "by_ranks": True, "ops": ["DivBackward0", "MeanBackward0"]}

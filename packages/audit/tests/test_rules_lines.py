@@ -1,5 +1,6 @@
 """Lines that findings point at: the cause's, and not that where the fault was noticed. And some rules of their own."""
 
+import itertools
 import textwrap
 
 import pytest
@@ -295,10 +296,10 @@ def test_a_loss_divided_by_the_labels_of_all_ranks_is_named_where_it_is_divided(
         tmp_path, "losses = f(x,\n           reduction='sum')\ncount = g(y)\nloss = losses / count\nloss.backward()\n"
     )
     script = Script().optimizer()
-    for rank in range(2):
-        script.step(rank, micro_batches=[{"loader": 0, "batch": 0, "samples": 4, "valid": 10}])
+    for rank, valid in itertools.product(range(2), (10, 12)):
+        script.step(rank, micro_batches=[{"loader": 0, "batch": 0, "samples": 4, "valid": valid}])
         told = {"at": [path, 5, "main"], "loss_at": [path, 1, "main"]}
-        script.events[-1]["backwards"][0] |= {"divisor": 20.0, "ops": ["DivBackward0", "DivBackward0"], **told}
+        script.events[-1]["backwards"][0] |= {"divisor": 2.0 * valid, "ops": ["DivBackward0", "DivBackward0"], **told}
     assert line(script, "LS211") == 4
 
 

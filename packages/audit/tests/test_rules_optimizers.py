@@ -123,3 +123,15 @@ def test_a_scheduler_that_steps_for_each_rank_is_a_warning():
     assert scheduled(2, 1).ids() == set()  # once at the beginning
     accelerate = Script().add("framework", name="accelerate", version="1")
     assert scheduled(2, script=accelerate).ids() == set()  # by design
+
+
+def test_updates_of_16_bit_weights_that_are_rounded_away_are_a_warning():
+    def stepped(*left, kind="AdamW"):
+        script = Script(how="fsdp2").optimizer(**{"class": kind})
+        for each in left:
+            script.step(rounded={"norm.weight": [64, each]})
+        return script.found("LS311")
+
+    (finding,) = stepped(64, 64, 60)
+    assert (finding.where.line, "norm.weight" in finding.evidence) == (7, True)
+    assert stepped(64, 64, 10) == stepped(64, 64) == stepped(64, 64, 64, kind="AnyPrecisionAdamW") == []

@@ -215,3 +215,30 @@ def test_batches_that_a_resumed_run_leaves_out_of_every_epoch_are_named(tmp_path
     assert resumed(passed=(2, 2)) == [2]
     right = [resumed(skips=([8, at(64)], None)), resumed(passed=(2, 0)), resumed(passed=(2, 2), what="model")]
     assert right == [[]] * 3
+
+
+def test_a_vocabulary_that_each_rank_numbers_is_named():
+    def numbered(*orders, names=("vocab", "vocab")):
+        ids = [{names[rank]: {word: place for place, word in enumerate(order)}} for rank, order in enumerate(orders)]
+        return Script().optimizer().add("vocabulary", at=at(20), ids=lambda rank: ids[rank]).found("LS110")
+
+    (finding,) = numbered("abcdefgh", "hgfedcba")
+    assert (finding.where.line, "`vocab` gives 'a' the number 0 on rank 0, 7 on rank 1" in finding.evidence) == (
+        20,
+        True,
+    )
+    assert numbered("abcdefgh", "abcdefgh") == numbered("abcdefgh", "ijklmnop") == []
+    assert numbered("abcdefgh", "abcdefghxyz") == numbered("abcdefgh", "hgfedcba", names=("vocab", "other")) == []
+
+
+def test_running_statistics_outside_of_wrappers_are_compared(tmp_path):
+    path = tmp_path / "norm.py"
+    path.write_text("self.mean.add_(x)\nself.hits += 1\nself.total.mul_(0.9)\n")
+
+    def ended(name, digest):
+        told = {"files": [str(path)], "made_from": [at(9)], "digests": lambda rank: {name: digest(rank)}}
+        outside = lambda rank: {"Norm 9 0": {k: v(rank) if callable(v) else v for k, v in told.items()}}  # noqa: E731
+        return [finding.where.line for finding in Script().optimizer().exit(outside=outside).found("LS606")]
+
+    assert (ended("mean", str), ended("total", str)) == ([1], [3])
+    assert ended("hits", str) == ended("mean", lambda rank: "same") == []  # a counter; summed over ranks

@@ -1,5 +1,7 @@
 """Rules on gradients between the backward pass and the step, on modes, schedules, and what optimizers leave out."""
 
+import itertools
+
 from lockstep_audit.rules import sources
 from packages.audit.tests.made_events import Script, at, dealt, parts
 
@@ -269,22 +271,24 @@ def test_a_loss_divided_by_the_labels_of_all_ranks_is_a_warning_where_batches_ar
                 script.events[-1]["backwards"][0] |= {"divisor": divisor, "ops": list(ops), "loss_at": at(39)} | keys
         return script.found("LS211")
 
-    assert [finding.where.line for finding in trained(1.0, 1.0, 60.0)] == [39]
-    assert [finding.where.line for finding in trained(1.0, 21.0, 60.0, divided_at=at(41))] == [41]
-    assert "divided by 21, the labels" in trained(21.0)[0].evidence
-    assert trained(40.0) == trained(1.0, 60.0) == trained(21.0, ops=("DivBackward0", "MulBackward0")) == []
-    assert trained(21.0, ops=("DivBackward0", "DivBackward0", "MulBackward0")) == []  # by the number of ranks
-    assert trained(21.0, ops=("DivBackward0", "DivBackward0", "AddBackward0", "MulBackward1"))  # smoothed labels
+    assert [finding.where.line for finding in trained(21.0, 40.0, 1.0)] == [39]
+    assert [finding.where.line for finding in trained(21.0, 40.0, divided_at=at(41))] == [41]
+    assert "divided by 21, the labels" in trained(21.0, 40.0)[0].evidence
+    assert trained(21.0) == trained(21.0, 21.0, 21.0) == trained(1.0, 40.0) == []  # by chance
+    assert trained(40.0, 60.0) == trained(21.0, 40.0, ops=("DivBackward0", "MulBackward0")) == []
+    assert trained(21.0, 40.0, ops=("DivBackward0", "DivBackward0", "MulBackward0")) == []  # by the number of ranks
+    assert trained(21.0, 40.0, ops=("DivBackward0", "DivBackward0", "AddBackward0", "MulBackward1"))  # smoothed labels
 
 
 def test_a_loss_divided_by_the_labels_of_all_ranks_without_the_first_of_each_row_is_a_warning():
     def trained(divisor, ops=("DivBackward0", "DivBackward0", "AddBackward0")):
         script = Script().optimizer()
-        for rank in range(2):
-            batches = [{"loader": 0, "batch": n, "samples": 4, "valid": 24, "shifted": 20 + rank} for n in (0, 1)]
+        for more, rank in itertools.product((0, 4), range(2)):
+            counts = {"valid": 24 + more, "shifted": 20 + more + rank}
+            batches = [{"loader": 0, "batch": n, "samples": 4, **counts} for n in (0, 1)]
             script.step(rank, micro_batches=batches, backwards=2)
             for told in script.events[-1]["backwards"]:
-                told |= {"divisor": divisor, "ops": list(ops), "loss_at": at(39)}
+                told |= {"divisor": divisor + 4 * more, "ops": list(ops), "loss_at": at(39)}
         return script.found("LS211")
 
     assert "divided by 82, the labels that count after the first" in trained(82.0)[0].evidence
@@ -379,3 +383,23 @@ def test_numbers_that_one_rank_has_one_for_one_instead_of_others_are_named():
     assert len(held(lambda rank: [n * (1 + 4 * rank) % 17 for n in range(16)] * 4)) == 1
     assert held(lambda rank: [n + rank for n in range(16)] * 4) == []  # shifted: each rank has a part
     assert held(lambda rank: [n * n % (7 + 4 * rank) for n in range(64)]) == []
+
+
+def test_a_sum_over_ranks_inside_a_loss_is_named():
+    def summed(elements=1, divisor=2.0, times=1.0, **keys):
+        told = {"at": at(24), "elements": elements, "divisor": divisor, "times": times}
+        return lossy(divisor=1, reduced=told, **keys).found("LS211")
+
+    assert [finding.where.line for finding in summed()] == [24]
+    assert summed(divisor=1.0) == []  # the gradient of the rank's own loss is right
+    assert len(summed(divisor=4.0, count=2)) == 1  # two micro-batches
+    assert len(summed(elements=36, divisor=1.0)) == 1
+    assert summed(elements=36, divisor=1.0, times=2.0) == []  # multiplied by the ranks
+    assert [finding.where.line for finding in lossy(divisor=1, one_of=2).found("LS211")] == [25]
+    assert lossy(divisor=1, one_of=3).found("LS211") == []
+
+
+def test_a_loss_that_is_halved_by_a_constant_is_not_divided_by_the_ranks(tmp_path):
+    (tmp_path / "a.py").write_text("loss = f(x) / 2\nloss = f(x) / world\nloss = f(x) / accum\n")
+    found = [lossy(by_ranks=True, divided_at=[str(tmp_path / "a.py"), row, "main"]).found("LS211") for row in (1, 2, 3)]
+    assert list(map(bool, found)) == [False, True, False]

@@ -77,6 +77,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             functions read outside of it while it is read
     inputs        the first training forward pass of each   model, digest, elements (of the largest tensor)
                   of the first 6 steps
+    vocabulary    the first backward pass                   ids: {variable: {word: number}} of a sample of the words
+                                                            that dictionaries of the script number one for one
     class_weights the first loss of torch.nn.functional     digest, classes
                   with weights of classes, for each line
     labels        the first loss of each line whose columns first (label), rows; `at`: of torch.arange, if known
@@ -183,7 +185,15 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             number of ranks), discarded (all gradients of the pass
                                                             before were gone when this one began, and no optimizer
                                                             stepped between; left out: it is the first of the step, or
-                                                            parameters changed), cleared_at (by zero_grad() there).
+                                                            parameters changed), cleared_at (by zero_grad() there),
+                                                            began_clear (the same, also if parameters changed), sum_of
+                                                            (numbers whose sum the loss is), reduced: {at, elements,
+                                                            ranks, divisor, times} of a sum over ranks in the loss,
+                                                            one_of (it is a mean of so many, and one has a gradient).
+                                                            rescaled (the one factor of all gradients between the last
+                                                            backward pass and a clip or the step), rounded: {name:
+                                                            [values with a gradient, those that stayed the same]} of
+                                                            16-bit parameters.
                                                             rewritten (after a discarded pass: gradients are not those
                                                             of the last pass, scaled or summed). norm_at (where the
                                                             script took the norm of a shard of a gradient). In
@@ -227,7 +237,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             given (shape, where results are gathered), rows (of an
                                                             object: of a list of plain values; -1: another object)
     lined_up      rows that the script compares with others gathered_at, rows: in the order of ranks, after an
-                  or takes a loss of                        evaluation of several batches
+                  or takes a loss of                        evaluation of several batches; is_dealt (one of each
+                                                            rank in turn)
     summed_again  the third all_reduce of one tensor, which elements, added (the script added to a sum)
                   held no less each time than the sum       once for each line
                   before
@@ -255,7 +266,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             the last optimizer step), steps: {optimizer: number},
                                                             parameters: {model: {name: digest}, when the process
                                                             group ended or at exit, if the model lived}, buffers (the
-                                                            same, of those that no normalization has), copies: {number:
+                                                            same, of those that no normalization has), outside: {key:
+                                                            {files, made_from, digests}} of buffers of the script's
+                                                            modules in no wrapper, copies: {number:
                                                             {class, at, digest, made_from, is_early (made before any
                                                             wrapping), changes (of its parameters)}} of modules with
                                                             the names of a wrapped model

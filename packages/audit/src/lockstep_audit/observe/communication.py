@@ -10,18 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep_audit.observe import (
-    digests,
-    gathered_evaluation,
-    gathers,
-    means,
-    models,
-    places,
-    torch_internals,
-    torch_state,
-)
+from lockstep_audit.observe import digests, gathered_evaluation, gathers, means, models, passes, places, torch_state
 from lockstep_audit.observe.gradients import Reduction, gradients
 from lockstep_audit.observe.recorder import LAUNCHER, After, recorder
+from lockstep_audit.observe.torch_internals import recorded_collectives
 
 _EACH_LINE = 2000
 _LOOKS = 8
@@ -126,11 +118,16 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
     if reduction is None:
         return _leave
+    is_in_graph = tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+    is_in_graph = is_in_graph and reduction.op == "SUM" and recorder.is_sampled(recorder.counts.optimizer_steps)
 
     def after(result: Any, error: BaseException | None) -> None:
         _leave(result, error)
         if error is None:
             reduction.after(result)
+            if is_in_graph and reduction.tensor.grad_fn is not None and len(passes.reduced) < _LOOKS:
+                told = {"at": at, "elements": reduction.tensor.numel(), "ranks": torch_state.ranks_of(group)}
+                passes.reduced.append((reduction.tensor.grad_fn, told))
             if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
                 means.summed.put(reduction.tensor, at)
             if before is not None and result is None:
@@ -232,7 +229,7 @@ def at_exit() -> dict[str, Any]:
     """How many collectives each group made."""
     note_groups()
     counted: dict[str, int] = dict(_sequences)
-    for entry in torch_internals.recorded_collectives():
+    for entry in recorded_collectives():
         name = str(entry["process_group"][0])
         counted[name] = max(counted.get(name, 0), entry["collective_seq_id"])
     return {"collectives": counted or None}

@@ -53,7 +53,7 @@ def begin(told: Evaluation, how: str, number: int, inner: Any) -> None:
     trained, changed = told.trained, told.changed
     told.is_due, told.trained, told.changed = False, False, None
     buffers = dict(inner.named_buffers())
-    if trained and buffers and how in ("ddp", "data_parallel"):
+    if trained and buffers and how != "fsdp1":
         recorder.emit("buffers", limit=50, at=places.here(), model=number, digests=digests.of_tensors(buffers))
     told.looks[trained] += 1
     is_asked = told.looks[trained] <= _MOST[trained] or (changed and told.looks[trained] <= _LOADED)

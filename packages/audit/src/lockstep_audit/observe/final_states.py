@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep_audit.observe import buffers, calls, digests, models, module_creation
+from lockstep_audit.observe import buffers, calls, digests, models, module_creation, places
 from lockstep_audit.observe.models import parameters_of
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -13,6 +13,7 @@ _NAMES = 50
 _last: dict[int, dict[str, str | None]] = {}
 _last_buffers: dict[int, dict[str, str | None]] = {}
 _copied: dict[int, dict[str, Any]] = {}
+_outside: dict[str, dict[str, Any]] = {}
 
 
 def note_parameters(*_: Any, **__: Any) -> After:
@@ -22,6 +23,7 @@ def note_parameters(*_: Any, **__: Any) -> After:
         if model.how == "ddp" and parameters:
             _last[model.number] = digests.of_tensors(parameters)
             _last_buffers[model.number] = digests.of_tensors({n: b for n, (_, b) in buffers.own(model.inner()).items()})
+    _outside.update(_buffers_outside())
     for copy, (number, at) in calls.copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
         made_from, is_early = module_creation.modules.get(copy) or (None, None)
@@ -31,11 +33,26 @@ def note_parameters(*_: Any, **__: Any) -> After:
     return None
 
 
+def _buffers_outside() -> dict[str, dict[str, Any]]:
+    """Buffers of the script's modules that no wrapper contains, by where the module was made."""
+    inside = {id(part) for inner in models.inner_of_told() for part in inner.modules()}
+    found = dict[str, dict[str, Any]]()
+    for module, (made_from, _) in module_creation.modules.items() if models.told() else ():
+        files = [file for kind in type(module).__mro__ if (file := places.file_of(kind))]
+        held = vars(module).get("_buffers") or {} if files and id(module) not in inside else {}
+        held = {name: each for name, each in held.items() if each is not None and each.is_floating_point()}
+        if held and len(found) < _NAMES:
+            key = f"{type(module).__name__} {made_from} {len(found)}"
+            found[key] = {"files": files, "made_from": made_from, "digests": digests.of_tensors(held)}
+    return found
+
+
 def at_exit() -> dict[str, Any]:
     """The final parameters."""
     note_parameters()
     held = {number: each for number, each in _last_buffers.items() if each}
-    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": held or None}
+    told: dict[str, Any] = {"parameters": _last, "copies": _copied, "buffers": held, "outside": _outside}
+    return {name: dict(each) or None for name, each in told.items()}
 
 
 _unfrozen: dict[int, tuple[list[str], list[str]]] = {}

@@ -46,13 +46,17 @@ def compared(one: Any, other: Any = None, *_: Any, **__: Any) -> After:
     if is_read and one.ndim and other.ndim and one.shape[0] == other.shape[0] > _FEW:
         froms = [_from(each) for each in (one, other)]
         if sum(each is not None for each in froms) == 1:
-            gathered_at = next(each for each in froms if each is not None)[0]
-            recorder.emit("lined_up", limit=4, at=places.here(), gathered_at=gathered_at, rows=one.shape[0])
+            gathered_at, is_dealt = next(each for each in froms if each is not None)
+            told = {"gathered_at": gathered_at, "is_dealt": is_dealt or None}
+            recorder.emit("lined_up", limit=4, at=places.here(), rows=one.shape[0], **told)
     return None
 
 
 def _from(tensor: torch.Tensor) -> list[Any] | None:
-    """Where the rows were gathered, if a tensor begins with those of rank 0, then of rank 1, and so on."""
+    """Where the rows were gathered, if a tensor begins with those of rank 0, then of rank 1, and so on.
+
+    And whether it has one row of each rank in turn instead, as a sampler deals them.
+    """
     flat, size = tensor.detach().flatten(), len(tensor)
     for parts, at in _gathered:
         rows = sum(map(len, parts))
@@ -60,8 +64,9 @@ def _from(tensor: torch.Tensor) -> list[Any] | None:
             whole, dealt = torch.cat(parts).detach()[:size], torch.stack(parts, 1).detach().flatten(0, 1)[:size]
             if whole.numel() != flat.numel() and whole.ndim == 2:
                 whole, dealt = whole.argmax(1), dealt.argmax(1)
-            if torch.equal(whole.flatten().to(flat.dtype), flat) and not torch.equal(whole, dealt):
-                return [at]
+            is_whole, is_dealt = (torch.equal(each.flatten().to(flat.dtype), flat) for each in (whole, dealt))
+            if is_whole or is_dealt:
+                return [at, is_dealt]
     return None
 
 

@@ -43,6 +43,8 @@ class Gradients:
         self._places: dict[int, torch.Tensor] = {}
         self.cleared_at: list[str | int] | None = None
         """Where zero_grad() last cleared gradients since the last backward pass."""
+        self.rescaled: float | None = None
+        """The factor by which the script multiplied all gradients between the last backward pass and a clip or step."""
         self._stamp: list[float] = []
         self._accumulates = False
         self._is_fresh = False
@@ -53,11 +55,11 @@ class Gradients:
         """Remember norms of the gradients."""
         self._is_fresh = False
         self.after_backward, self.shards, self.norm_at, self.scaled_at = {}, {}, None, None
-        self.cleared_at = None
-        if not torch_state.has_other_ranks():
-            return
-        self._tell_given()
-        bare = self._without_owner() if self._looks < _LOOKS else []
+        self.cleared_at, self.rescaled = None, None
+        has_others = torch_state.has_other_ranks()
+        if has_others:
+            self._tell_given()
+        bare = self._without_owner() if has_others and self._looks < _LOOKS else []
         if not is_sampled and not bare:
             return
         self._looks += bool(bare)
@@ -80,16 +82,22 @@ class Gradients:
         if self._stamp:
             self.cleared_at = places.here()
 
-    def is_discarded(self) -> bool | None:
-        """Before a backward pass: whether all gradients of the previous pass are gone.
-
-        None: parameters have changed since, or the training did not accumulate before.
-        """
+    def gone(self) -> tuple[bool | None, bool | None]:
+        """Before a backward pass: whether all gradients of the previous pass are gone, and the same with None if
+        parameters have changed since. None: there were none, or the training did not accumulate before."""
         self._accumulates = True
-        had = any(self.after_backward.values()) or any(self.shards.values())
-        if not had or not self._stamp or self._stamp != self._stamped():
-            return None
-        return not any(_norms([parameter for parameter, _ in self.all.items()]).values())
+        if not self._stamp or not (any(self.after_backward.values()) or any(self.shards.values())):
+            return None, None
+        gone = not any(_norms([parameter for parameter, _ in self.all.items()]).values())
+        return gone, gone if self._stamp == self._stamped() else None
+
+    def note_rescaled(self) -> None:
+        """Before a clip or a step: the one factor of all gradients since the backward pass, if there is one."""
+        held = {key: norm for key, norm in (self.after_backward | self.shards).items() if norm}
+        now = _norms([parameter for parameter, _ in self.all.items() if id(parameter) in held]) if held else {}
+        factors = [norm / held[key] for key, norm in now.items()]
+        if self.rescaled is None and factors and max(factors) - min(factors) <= _SAME * max(factors):
+            self.rescaled = factors[0]
 
     def is_rewritten(self, parameters: list[torch.Tensor]) -> bool:
         """True if gradients are not those of the last backward pass, scaled or summed over ranks."""

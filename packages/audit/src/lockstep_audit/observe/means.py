@@ -16,7 +16,7 @@ LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
-_MOST = 512
+_MOST, _FEW = 512, 8
 _CLOSE, _FAR = 1e-5, 1e-4
 _means: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
 """Since the last backward pass, by line: each mean, and over how many numbers it was taken."""
@@ -46,12 +46,12 @@ def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After
 def _counted(
     target: Any, ignore_index: int = -100, reduction: str = "mean", weight: Any = None, **_: Any
 ) -> dict[str, float]:
-    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: not a mean.
+    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`; or of a sum: `summed`.
 
     With class weights, the mean is divided by `weights`, those of the labels.
     """
     if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
-        return {"summed": 1} if reduction == "sum" else {}
+        return {"summed": target.numel()} if reduction == "sum" and isinstance(target, torch.Tensor) else {}
     if target.device.type != "cpu":
         return {}
     is_counted = target != ignore_index
@@ -177,7 +177,14 @@ def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
 
 
 def about(tensor: torch.Tensor) -> dict[str, Any]:
-    """The value of one number that ranks exchange. For a mean of means: how many means, and over how many numbers."""
+    """The value of one number that ranks exchange. For a mean of means: how many means, and over how many numbers.
+
+    Ranks may exchange the sum of the means together with their number.
+    """
+    if tensor.numel() in range(2, _FEW + 1) and tensor.device.type == "cpu" and not tensor.requires_grad:
+        held = [float(each) for each in tensor.flatten()]
+        found = [_mean_of(each / len(line), line) for each in held for line in _means.values() if len(line) in held]
+        return next(({"mean_of": each, "value": each["plain"]} for each in found if each), {})
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
         return {}
     value = float(tensor)
@@ -187,16 +194,22 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
     curved = [name for result, name in _curved if value and abs(float(result) - value) <= _CLOSE * abs(value)]
     told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
     for line in _means.values():
-        values, counts = [float(each) for each, _ in line], [count for _, count in line]
-        plain = sum(values) / len(values)
-        weighted = sum(each * count for each, count in zip(values, counts, strict=True)) / sum(counts)
         most = told.get("mean_of", {}).get("means", 0)
-        if value and abs(plain - value) <= _CLOSE * abs(value) and len(line) > most:
-            is_other = abs(weighted - value) > _FAR * abs(value)
-            told["mean_of"] = {"means": len(line), "numbers": sum(counts), "unequal": is_other, "weighted": weighted}
-            full = counts[:-1] or counts  # the last batch may be short
-            told["mean_of"] |= {"least": min(full), "most": max(full)}
+        if len(line) > most and (own := _mean_of(value, line)):
+            told["mean_of"] = own
     return told
+
+
+def _mean_of(value: float, line: list[tuple[torch.Tensor, int]]) -> dict[str, Any] | None:
+    """What is known about the means of a line, if a number is their mean."""
+    values, counts = [float(each) for each, _ in line], [count for _, count in line]
+    plain = sum(values) / len(values)
+    if not value or abs(plain - value) > _CLOSE * abs(value):
+        return None
+    weighted = sum(each * count for each, count in zip(values, counts, strict=True)) / sum(counts)
+    full = counts[:-1] or counts  # the last batch may be short
+    told = {"means": len(line), "numbers": sum(counts), "least": min(full), "most": max(full), "last": counts[-1]}
+    return told | {"plain": plain, "weighted": weighted, "unequal": abs(weighted - value) > _FAR * abs(value)}
 
 
 def floor_divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:

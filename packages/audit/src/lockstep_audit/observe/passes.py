@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lockstep_audit.observe import calls, digests, gathers, means, places, torch_state
+from lockstep_audit.observe import calls, digests, gathers, means, places, torch_state, vocabularies
 from lockstep_audit.observe.gradients import gradients
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -38,6 +39,10 @@ backwards: list[dict[str, Any]] = []
 clips: list[tuple[int, dict[str, Any]]] = []
 at_sampled: list[Callable[[], None]] = []
 """Called before a backward pass that is examined."""
+reduced: list[tuple[Any, dict[str, Any]]] = []
+"""Autograd functions whose results the script summed over ranks in place since the last backward pass: torch passes
+their gradients on as if nothing had happened."""
+_NODES, _DEPTH = 20_000, 4
 _depth = 0
 
 
@@ -58,19 +63,24 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Afte
     if not places.is_direct(sys._getframe(3)):
         told["loss_at"] = means.last_loss()
     recorder.guard("gathered features in a loss", gathers.at_backward, next(digests.tensors_in(tensors), None))
-    if not recorder.counts.backwards and frame is not None and not recorder.has_loader:
-        recorder.guard("numbers of a script", _note_numbers, frame)
+    if not recorder.counts.backwards and frame is not None:
+        recorder.guard("vocabularies of a script", vocabularies.note, frame)
+        if not recorder.has_loader:
+            recorder.guard("numbers of a script", _note_numbers, frame)
     if is_sampled:
-        told |= _loss(tensors) | means.last_labels()
+        told |= means.last_labels() | _loss(tensors)
         told["factor"] = told.get("factor", 1.0) * _number(next(digests.tensors_in(grad_tensors), None))
+        told["reduced"] = recorder.guard("sums over ranks in a loss", _reduced, tensors) if reduced else None
         told["divided_at"] = means.divided_at(told.get("divisor"))
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         if recorder.counts.backwards > state.last_seen:
-            told["discarded"] = recorder.guard("discarded gradients", gradients.is_discarded)
+            gone = recorder.guard("discarded gradients", gradients.gone) or (None, None)
+            told["began_clear"], told["discarded"] = gone
             told["cleared_at"] = gradients.cleared_at if told["discarded"] else None
         for function in at_sampled:
             function()
     means.forget()
+    reduced.clear()
 
     def after(result: Any, error: BaseException | None) -> None:
         global _depth
@@ -114,18 +124,40 @@ def _loss(tensors: Any) -> dict[str, Any]:
     root = next(digests.tensors_in(tensors), None)
     if root is None or root.numel() != 1:
         return {}
-    names: list[str] = []
+    names, told = list[str](), dict[str, Any]()
     divisor, factor, is_scaling = 1.0, 1.0, True
     function = torch_state.below(root.grad_fn, root.output_nr)
     while function is not None and len(names) < 4:
         names.append(type(function).__name__)
+        inputs = [each for each, _ in function.next_functions]
+        if names[-1] in ("StackBackward0", "CatBackward0") and "".join(names[-2:-1]).startswith(("Mean", "Div", "Sum")):
+            told["one_of"] = len(inputs) if len(inputs) - inputs.count(None) == 1 else None
+        sizes = getattr(function, "_saved_self_sym_sizes", None) if names[-1] == "SumBackward0" else None
+        told |= {"sum_of": math.prod(sizes)} if sizes else {}
         divisor *= _divisor(function)
         is_scaling, made = is_scaling and names[-1] in _SCALING, function
         function = torch_state.below(function)
         is_scaling = is_scaling and not type(function).__name__.startswith("Sum")  # a sum over its count is a mean
         factor *= _factor(made) if is_scaling else 1.0
     value = float(digests.local(root.detach())) if _is_whole(root) else None
-    return {"loss": value, "ops": names, "divisor": divisor, "factor": factor}
+    return told | {"loss": value, "ops": names, "divisor": divisor, "factor": factor}
+
+
+def _reduced(tensors: Any) -> dict[str, Any] | None:
+    """The sum over ranks that a loss contains, and the numbers by which the loss divides and multiplies it."""
+    root = next(digests.tensors_in(tensors), None)
+    left, seen = [(root.grad_fn, 0, 1.0, 1.0)] if root is not None and root.grad_fn is not None else [], set[Any]()
+    while left and len(seen) < _NODES:
+        function, depth, divisor, times = left.pop()
+        if found := next((told for node, told in reduced if node is function), None):
+            return found | {"divisor": divisor, "times": times}
+        is_scaling = depth < _DEPTH and type(function).__name__ in _SCALING  # checkpoints would compute again below
+        factor = _factor(function) if is_scaling else 1.0
+        divisor, times = divisor / min(factor, 1.0) if factor > 0 else divisor, times * max(factor, 1.0)
+        below = [each for each, _ in function.next_functions if each is not None and each not in seen]
+        seen.update(below)
+        left += [(each, depth + 1, divisor, times) for each in below]
+    return None
 
 
 def _factor(function: Any) -> float:
@@ -172,6 +204,8 @@ def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any)
     told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
     told["reduced_before"] = bool(gradients.reduced)
     sequence, is_sampled = state.clips_called, _next_is_sampled()
+    if is_sampled:
+        gradients.note_rescaled()
 
     def after(norm: Any, error: BaseException | None) -> None:
         if error is None:

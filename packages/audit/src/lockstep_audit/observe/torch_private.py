@@ -106,6 +106,7 @@ def _patches() -> list[Patch]:
         Patch(fsdp, "FullyShardedDataParallel.forward", calls.forward),
         Patch(fsdp, "FullyShardedDataParallel.clip_grad_norm_", _without_self(clip["norm"])),
         Patch(fsdp, "fully_shard", wrapped["fsdp2"], (f"{fsdp}._fully_shard", f"{fsdp}._fully_shard._fully_shard")),
+        Patch(fsdp, "FSDPModule.set_gradient_divide_factor", _dividing, is_optional=True),
         Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", calls.forward_of_shards),
         Patch("torch", "compile", calls.compiled),
         Patch("torch.autograd", "backward", backward),
@@ -176,6 +177,11 @@ def _of_frameworks() -> list[Patch]:
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),
         Patch("transformers.trainer", "Trainer.train", ran),
     ]
+
+
+def _dividing(module: Any, factor: float) -> After:
+    """FSDP2 sums gradients, or divides by a number of the script."""
+    return models.hooked(module, None, _dividing)
 
 
 def _ending(*arguments: Any, **named: Any) -> After:

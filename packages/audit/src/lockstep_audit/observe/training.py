@@ -10,7 +10,6 @@ import torch
 
 from lockstep_audit.observe import (
     calls,
-    communication,
     data,
     digests,
     final_states,
@@ -20,6 +19,7 @@ from lockstep_audit.observe import (
     places,
     schedules,
 )
+from lockstep_audit.observe.communication import note_groups
 from lockstep_audit.observe.gradients import gradient_norm, gradients
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
@@ -30,6 +30,7 @@ _LOOKS = 4
 """The number of steps after something unusual that are examined."""
 _UNFROZEN_EVERY = 10
 _LOOPS = 12
+_LOW, _MOST_LOW, _NUMBERS = (torch.bfloat16, torch.float16), 16, 65_536
 
 
 @dataclasses.dataclass
@@ -71,6 +72,8 @@ class OptimizerStep:
     is_sampled: bool
     told: dict[str, Any] = dataclasses.field(default_factory=dict)
     is_ready: bool = False
+    before: dict[str, tuple[torch.Tensor, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    """Parameters of 16 bits, and their values before the step."""
 
 
 _optimizers: Registry[Optimizer] = Registry()
@@ -220,11 +223,22 @@ def _ready(step: OptimizerStep) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
+        low = [each for each in _named(step.optimizer) if each[1].dtype in _LOW and each[1].grad is not None]
+        step.before = {n: (one, digests.local(one).detach().flatten()[:_NUMBERS].clone()) for n, one in low[:_MOST_LOW]}
+        gradients.note_rescaled()
+        step.told["rescaled"] = gradients.rescaled
         scaled_at = None if passes.clips else gradients.scaled_at
         step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at or scaled_at}
         step.told["gradient_norm"] = gradient_norm(parameters)
         step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
     step.known.was_cleared = None
+
+
+def _rounded(parameter: torch.Tensor, before: torch.Tensor) -> list[int]:
+    """How many values of a parameter had a gradient, and how many of these a step left as they were."""
+    pair = (parameter, parameter if parameter.grad is None else parameter.grad)
+    now, grad = (digests.local(each).detach().flatten()[:_NUMBERS] for each in pair)
+    return [int((grad != 0).sum()), int(((grad != 0) & (now == before)).sum())]
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
@@ -259,7 +273,7 @@ def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _tell_optimizer(step: OptimizerStep) -> None:
-    communication.note_groups()
+    note_groups()
     for model in models.told():
         models.refresh(model)
     _note_parameters(step.optimizer, step.known)
@@ -326,6 +340,7 @@ def _write_step(step: OptimizerStep, skipped: bool | None = None) -> None:
     owners = known.owners
     if step.is_sampled and skipped is None:
         step.told |= _digests(optimizer, "parameters")
+        step.told["rounded"] = {name: _rounded(*each) for name, each in step.before.items()} or None
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
             if model.number in owners and model.how == "ddp" and final_states.note_unfrozen(model, step.at, _held):

@@ -51,6 +51,8 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
         lines.append(f"switched off: {_where(finding)}{finding.rule} {BY_ID[finding.rule].title}: {reason}")
     if verbose:
         lines += [f"not exercised: {id} {BY_ID[id].name}: {why}" for id, why in sorted(outcome.not_exercised.items())]
+    told = {"seen": outcome.seen, "not judged": outcome.unseen}
+    lines += [f"{what}: {words}" for what, words in told.items() if words]
     errors, warnings = len(outcome.of("error")), len(outcome.of("warning"))
     counts = f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}"
     if outcome.inconclusive:
@@ -83,6 +85,7 @@ def as_json(outcome: Outcome, exit_code: int) -> str:
     told["findings"] = [_row(finding) for finding in outcome.findings]
     told["switched_off"] = [_row(finding) | {"reason": reason} for finding, reason in outcome.switched_off]
     told |= {"checked": outcome.checked, "not_exercised": outcome.not_exercised, "notes": outcome.notes}
+    told |= {"seen": outcome.seen, "not_judged": outcome.unseen}
     why, remedy = outcome.inconclusive or (None, None)
     told |= {"inconclusive": why and {"reason": why, "remedy": remedy}}
     return json.dumps(told, indent=1) + "\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 from lockstep_audit.errors import AuditUsageError
 from lockstep_audit.events import EventHistory
 from lockstep_audit.findings import Finding, Rule
+from lockstep_audit.report import coverage
 from lockstep_audit.rules.catalogue import ALL, BY_ID, EXPLAINED
 
 _IGNORE = re.compile(r"#\s*lockstep:\s*ignore\[([^\]]*)\](.*)")
@@ -30,6 +31,10 @@ class Outcome:
     not_exercised: dict[str, str] = field(default_factory=dict)
     """By rule id, the reason why the script did not exercise the rule."""
     notes: list[str] = field(default_factory=list)
+    seen: str = ""
+    """What ran."""
+    unseen: str = ""
+    """What did not run, so that nothing can be said about it."""
     inconclusive: tuple[str, str] | None = None
     """Why the run shows nothing, and the remedy."""
 
@@ -46,6 +51,10 @@ def outcome(history: EventHistory, baseline: Path | None = None, rules: Iterable
     """
     known = _read_baseline(baseline) if baseline else set()
     result, found = Outcome(), list[Finding]()
+    try:
+        result.seen, result.unseen = coverage.seen(history), coverage.unseen(history)
+    except Exception as error:  # unforeseen events
+        result.notes.append(f"what ran could not be counted: {type(error).__name__}: {error}")
     for rule in rules:
         try:
             said = rule.check(history)

@@ -18,6 +18,8 @@ _NONE = "no step took several backward passes"
 _UNEQUAL = 1.25
 """Micro-batches whose label counts differ by at least this factor are unequal."""
 _SAME = 0.01
+_EACH = 0.75
+"""At least this share of the backward passes have a batch of their loader."""
 _OTHER = ("Add", "Sub")
 """Last operations of a loss that is not only a mean."""
 
@@ -29,14 +31,36 @@ def _usual(events: Iterable[Event]) -> int:
 
 
 def _accumulating(history: EventHistory) -> list[tuple[int, int, list[Event]]]:
-    """Optimizers of each rank that usually step after several backward passes: rank, number, steps in order."""
+    """Optimizers of each rank that usually step after several micro-batches: rank, number, steps in order."""
     found = []
     for by_rank in steps(history).values():
         for rank, by_index in by_rank.items():
             events = [by_index[index] for index in sorted(by_index)]
-            if (usual := _usual(events)) > 1 and _only_optimizer(history, rank):
+            if (usual := _usual(events)) > 1 and _only_optimizer(history, rank) and _has_micro_batches(events):
                 found.append((rank, usual, events))
     return found
+
+
+def _has_micro_batches(events: list[Event]) -> bool:
+    """True if backward passes belong to micro-batches: not to several losses of one batch, closures or perturbations.
+
+    Each pass has its own batch of one loader, or waits for the last to exchange gradients, or the script says so.
+    """
+    told = [each for event in events for each in passes(event)]
+    lines = {str(each.get("at")) for each in told}
+    if len(lines) > 2 or any(each.get("began_clear") and "discarded" not in each for each in told):
+        return False  # gradients were cleared, and parameters changed, between the passes of a step
+    given = Counter(micro["loader"] for event in events for micro in event.get("micro_batches") or ())
+    at: Any = told[0].get("at") if len(lines) == 1 else None
+    is_named = bool(at) and any(word in sources.names_around(*at[:2]) for word in ("accum", "micro"))
+    is_waiting = any(each.get("unsynced_by_user") for each in told)
+    return is_named or is_waiting or max(given.values(), default=0) >= _EACH * len(told)
+
+
+def _divides_gradients(event: Event) -> bool:
+    """True if the script scales the gradients of a step after the last backward pass, other than back from a scaler."""
+    factor = event["rescaled"] * (passes(event)[-1].get("factor") or 1.0) if "rescaled" in event else 1.0
+    return bool(abs(factor - 1) > _SAME)
 
 
 def is_divided(backward: Event) -> bool:
@@ -84,10 +108,8 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
         left = end["backwards"] - sum(len(passes(e)) for e in within)
         if number == 0 and left > 0:
             count = len(passes(later[0])) if later else 0
-            what = (
-                f"{number_of(end['backwards'], 'backward pass')} in an epoch, a step after every {usual}, "
-                f"and {left} left over"
-            )
+            what = f"{number_of(end['backwards'], 'backward pass')} in an epoch, a step after every {usual}, "
+            what += f"and {left} left over"
             if later and count == usual:
                 return None  # steps span the ends of epochs
             if not later or any(each.get("discarded") for each in passes(later[0])):
@@ -109,7 +131,7 @@ def undivided_loss(history: EventHistory) -> Iterable[Finding] | str:
     for rank, usual, events in accumulating:
         backwards = [each for event in events for each in passes(event)]
         known = [each for each in backwards if "ops" in each]
-        if not known or any(is_divided(each) for each in known):
+        if not known or any(is_divided(each) for each in known) or any(map(_divides_gradients, events)):
             continue
         at = backwards[0].get("loss_at") or backwards[0].get("at")
         evidence = f"a step adds up {usual} backward passes, and no loss is divided at the end"
@@ -243,7 +265,23 @@ def clip_each_micro_batch(history: EventHistory) -> Iterable[Finding] | str:
     return [] if seen else "no step with several micro-batches clipped gradients"
 
 
-@rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away", "warning")
+@rule("LS407", "average-each-micro-batch", "an average of the weights is updated for each micro-batch", "warning")
+def average_each_micro_batch(history: EventHistory) -> Iterable[Finding] | str:
+    """An exponential average that is updated several times with the same weights, so it decays too fast."""
+    accumulating = _accumulating(history)
+    for rank, usual, events in accumulating:
+        at = next((event["at"] for event in events if event.get("at")), None)
+        rows = sources.averaged_outside(at[0], at[1]) if at else []
+        if rows:
+            evidence = f"the average is updated after each of {usual} backward passes, but the optimizer steps once"
+            cause = "the update is outside the `if` that decides about the step, so its decay applies too often"
+            remedy = "update the average right after optimizer.step()"
+            where = place([at[0], rows[0], ""] if at else None)
+            return [Finding("LS407", where, evidence, cause, remedy, (rank,), events[0]["step"])]
+    return [] if accumulating else _NONE
+
+
+@rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away")
 def discarded_gradients(history: EventHistory) -> Iterable[Finding] | str:
     """Steps whose gradients are cleared between backward passes, so that only the last passes count."""
     findings: list[Finding] = []

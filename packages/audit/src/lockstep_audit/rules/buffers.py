@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
-from lockstep_audit.rules.facts import group_of, keys, named, number_of, some
+from lockstep_audit.rules.facts import differ, group_of, keys, named, number_of, replicas, some
 from lockstep_audit.rules.sources import nodes
 
 _ADDS = ("mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -45,6 +45,31 @@ def overwritten(history: EventHistory) -> list[Finding]:
             remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.setdefault(at[0], Finding("LS606", SourceLine(*at, ""), evidence, cause, remedy, ranks, step))
     return list(findings.values())
+
+
+def outside(history: EventHistory) -> list[Finding]:
+    """Running statistics of modules that no wrapper contains, such as those that normalize observations."""
+    told = {event["rank"]: event.get("outside") or {} for event in history.of("exit")}
+    for group in replicas(history):
+        held = {rank: told.get(rank, {}) for rank in group}
+        for key in set.intersection(*map(set, held.values())):
+            first = held[group[0]][key]
+            digests = {rank: each[key]["digests"] for rank, each in held.items()}
+            names = [n for n in first["digests"] if differ({rank: each.get(n) for rank, each in digests.items()})]
+            lines = [(file, row) for name in names for file in first["files"] for row in _averaged_at(file, name)]
+            if lines:
+                evidence = f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
+                evidence += f"{named(group)}: {some(names)} of {key.partition(' ')[0]}"
+                cause = "the module is in no wrapper, and computes its running statistics from its rank's data"
+                remedy = "all_reduce the sums and the count before the module updates its buffers"
+                return [Finding("LS606", SourceLine(*min(lines), ""), evidence, cause, remedy, group, None)]
+    return []
+
+
+def _averaged_at(file: str, name: str) -> list[int]:
+    """Lines that update running statistics: not those of a counter."""
+    is_known = any(word in name for word in ("mean", "var", "std", "running"))
+    return [row for _, row, text in _changes(file, name) if is_known or any(word in text for word in _DECAYS)]
 
 
 def _differ(events: dict[int, Event], name: str) -> bool:

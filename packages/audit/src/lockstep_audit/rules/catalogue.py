@@ -8,7 +8,7 @@ from lockstep_audit.findings import Rule
 from lockstep_audit.rules import facts
 
 _TRAINING = "data shares gradients sums steps unwrapped scaling optimizers schedules accumulation"
-for _module in f"{_TRAINING} collectives evaluation weights gathered_evaluation files".split():
+for _module in f"{_TRAINING} collectives results evaluation weights gathered_evaluation files".split():
     importlib.import_module(f"lockstep_audit.rules.{_module}")
 ALL: tuple[Rule, ...] = tuple(sorted(facts.RULES, key=lambda rule: rule.id))
 BY_ID = {rule.id: rule for rule in ALL}

@@ -83,10 +83,8 @@ def _recorded(history: EventHistory, recorded: dict[int, list[Event]]) -> list[F
                 (at, cause), remedy = skip, skips.REMEDY
             elif at and len(rows) == 1:
                 cause = f"{named(training)} kept training, and the others ended: each decides for itself to stop"
-                at, remedy = (
-                    at._replace(line=rows[0]),
-                    "exchange the number, or the decision, before any rank stops because of it",
-                )
+                at = at._replace(line=rows[0])
+                remedy = "exchange the number, or the decision, before any rank stops because of it"
             return [_decided(history, Finding("LS501", at, evidence, cause, remedy, tuple(what), None))]
     return []
 
@@ -106,10 +104,8 @@ def _decided(history: EventHistory, finding: Finding, lines: Mapping[int, Source
     for (step, at), ranks in sorted(asked.items()):
         if ranks < set(history.ranks):
             others = named(set(history.ranks) - ranks)
-            cause = (
-                f"{named(ranks)} took this branch after {number_of(step, 'step')}, and {others} did not: "
-                "each decides for itself"
-            )
+            cause = f"{named(ranks)} took this branch after {number_of(step, 'step')}, and {others} did not: "
+            cause += "each decides for itself"
             return replace(finding, where=place(at), cause=cause, remedy=remedy)
     known, over = {rank: at for rank, at in (lines or {}).items() if at}, dict[int, bool]()
     for event in history.of("loader_end"):
@@ -202,9 +198,8 @@ def rank_left(history: EventHistory) -> Iterable[Finding] | str:
     for event in history.of("loader_end", rank=rank):
         if not event.get("is_complete") and event.get("backwards"):
             count, loop = event.get("batches"), line(event.get("at"))
-            cause = (
-                f"{named([rank])} left the loop at {loop} after {number_of(count, 'batch')}: one rank breaks or exits"
-            )
+            batches = number_of(count, "batch")
+            cause = f"{named([rank])} left the loop at {loop} after {batches}: one rank breaks or exits"
     last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
     alone = next((r for r in where if waits.is_alone(history, needy[r], rank)), None)
     if alone is not None:

@@ -18,6 +18,7 @@ _FEW = 8
 """At least this many different indices are needed before their order means anything."""
 _FEW_INPUTS = 4
 _NO_GROUP = "no ranks train one model together"
+_OF_TORCH = ("RandomSampler", "SequentialSampler", "SubsetRandomSampler", "WeightedRandomSampler", "BatchSampler")
 _NO_LOADER = "training used no DataLoader"
 
 
@@ -154,8 +155,19 @@ def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, worl
     remedy = "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
     if begin.get("is_iterable"):
         remedy = "give each rank its own shard inside __iter__: itertools.islice(samples, rank, None, world_size)"
+        if begin.get("dataset") == "IterableDataset":  # of the package datasets
+            remedy = "datasets.distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)"
+    remedy = _of_own_sampler(begin) or remedy
     said = f"in epoch {begin.get('epoch', 0)} of this loader, {evidence} on {named(ranks)}"
     return Finding("LS101", place(_made(iteration)), said, cause, remedy, ranks, begin["step"])
+
+
+def _of_own_sampler(begin: Event) -> str | None:
+    """The remedy if the script's own sampler forms batches, such as one of P classes with K samples each."""
+    kind = str(begin.get("sampler_kind") or "RandomSampler")
+    if begin.get("is_iterable") or kind in _OF_TORCH or begin.get("distributed"):
+        return None
+    return f"let {kind} give each rank its own batches: draw with seed + rank, or take [rank::world_size] of one order"
 
 
 @rule("LS102", "no-set-epoch", "every epoch has the same order")
@@ -407,5 +419,6 @@ def _whole(iteration: Iteration, ranks: tuple[int, ...]) -> Finding:
     size = iteration.begin.get("dataset_size")
     evidence = f"each of {named(ranks)} read all {size} indices in one epoch, in its own order"
     cause = f"no DistributedSampler around this {line(_made(iteration))} loader, unless each rank reads different files"
-    remedy = "sampler=DistributedSampler(dataset), or `# lockstep: ignore[LS106]` if each rank has its own files"
+    remedy = _of_own_sampler(iteration.begin) or "sampler=DistributedSampler(dataset)"
+    remedy += ", or `# lockstep: ignore[LS106]` if each rank has its own files"
     return Finding("LS106", place(_made(iteration)), evidence, cause, remedy, ranks, iteration.begin["step"])

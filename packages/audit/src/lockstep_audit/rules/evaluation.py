@@ -9,26 +9,15 @@ from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
-from lockstep_audit.rules import sources
-from lockstep_audit.rules.buffers import overwritten
-from lockstep_audit.rules.facts import (
-    differ,
-    each_rank,
-    group_of,
-    keys,
-    line,
-    named,
-    number_of,
-    place,
-    replicas,
-    rule,
-    some,
-    uses,
-)
+from lockstep_audit.rules import facts, sources
+from lockstep_audit.rules.buffers import outside, overwritten
+from lockstep_audit.rules.facts import differ, each_rank, named, number_of, place, replicas, rule
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _UNEQUAL = 1.25
 """Shards whose sizes differ by this factor are unequal."""
+_OFF = 0.01
+"""A short last batch counts if it changes a mean by more than this."""
 _WHOLE = 1e-6
 _FEW = 12
 """A file with at most this many lines may have as many as there are samples by chance."""
@@ -56,9 +45,8 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
                 continue
-            evidence = (
-                f"{number_of(given, 'sample', 'was', 'were')} evaluated on {named(its)}, but the data set has {size}"
-            )
+            samples = number_of(given, "sample", "was", "were")
+            evidence = f"{samples} evaluated on {named(its)}, but the data set has {size}"
             cause = "the sampler repeats samples so that all ranks have equally many"
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or remove the repeated samples"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
@@ -69,7 +57,7 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             for gather in gathers:
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
-                    cause += f", and gather() at {line(gather.get('at'))} keeps them"
+                    cause += f", and gather() at {facts.line(gather.get('at'))} keeps them"
                     at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which removes them"
                     break
             findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
@@ -102,7 +90,7 @@ def _dropped(by_rank: dict[int, Iteration], history: EventHistory) -> list[Findi
 def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Running statistics that differ between ranks when an evaluation begins."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
-    known = keys(history, "wrap", "model", "at")
+    known = facts.keys(history, "wrap", "model", "at")
     by_model: dict[object, dict[int, dict[str, str]]] = {}
     places: dict[object, Event] = {}
     seen = False
@@ -111,7 +99,7 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         if wrap is None or not wrap["how"].startswith(("ddp", "fsdp")):
             continue
         seen = True
-        key = known[event["rank"], event["model"]], group_of(history, wrap)
+        key = known[event["rank"], event["model"]], facts.group_of(history, wrap)
         by_model.setdefault(key, {}).setdefault(event["rank"], event["digests"])
         places.setdefault(key, event)
     findings = []
@@ -119,7 +107,9 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names and len(digests) > 1:
-            evidence = f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {some(names)}"
+            evidence = (
+                f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {facts.some(names)}"
+            )
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
             at, step = place(places[model].get("at")), places[model]["step"]
@@ -135,19 +125,17 @@ def buffers_part(history: EventHistory) -> Iterable[Finding] | str:
     ends = {event["rank"]: event.get("buffers") or {} for event in history.of("exit")}
     findings = []
     for (rank, model), wrap in local.items():
-        group = group_of(history, wrap)
+        group = facts.group_of(history, wrap)
         found = {each: ends.get(each, {}).get(model) or {} for each in group}
         names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
         if rank == group[0] and all(found.values()) and names:
-            evidence = (
-                f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
-                f"{named(group)}: {some(names)}"
-            )
+            evidence = f"at the end, {number_of(len(names), 'buffer', 'differs', 'differ')} between "
+            evidence += f"{named(group)}: {facts.some(names)}"
             cause = "a layer computes them from its rank's batches, and broadcast_buffers=False leaves them different"
             remedy = "all_reduce the layer's sums before it updates the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
-    is_seen = local or any(history.of("own_buffers"))
-    return [*findings, *overwritten(history)] if is_seen else "no layer of the script has buffers"
+    is_seen = local or any(history.of("own_buffers")) or any(event.get("outside") for event in history.of("exit"))
+    return [*findings, *overwritten(history), *outside(history)] if is_seen else "no layer of the script has buffers"
 
 
 @rule("LS603", "integer-mean", "a mean of integers is rounded down")
@@ -195,11 +183,13 @@ def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
 
 def _unequal_means(firsts: dict[int, Event]) -> str | None:
     means = {rank: event["mean_of"] for rank, event in firsts.items() if event.get("mean_of")}
-    uneven = {r: m for r, m in means.items() if m["unequal"] and m["least"] * _UNEQUAL <= m["most"]}
+    off = {r for r, m in means.items() if "plain" in m and abs(m["plain"] - m["weighted"]) > _OFF * abs(m["weighted"])}
+    uneven = {r: m for r, m in means.items() if m["unequal"] and (m["least"] * _UNEQUAL <= m["most"] or r in off)}
     if uneven:
         rank, mean = next(iter(uneven.items()))
         value = firsts[rank]["value"]
-        words = f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
+        least = min(mean["least"], mean.get("last", mean["least"]))
+        words = f"the number is the mean of {mean['means']} means, each of {least} to {mean['most']} numbers: "
         return words + f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
     numbers = {rank: mean["numbers"] for rank, mean in means.items()}
     if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
@@ -209,6 +199,8 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
+    if any(event.get("elements", 1) > 1 for event in firsts.values()):
+        return None
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
@@ -283,8 +275,8 @@ def _statistics(history: EventHistory) -> list[Finding]:
 def _parts_apart(history: EventHistory) -> tuple[list[Finding], bool]:
     """Evaluations of a shard on each rank after which nothing is exchanged and no rank writes its own results."""
     findings, seen = list[Finding](), False
-    by_trainer = uses(history, "transformers")
-    groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
+    by_trainer = facts.uses(history, "transformers")
+    groups = [] if facts.uses(history, "lightning") or facts.uses(history, "pytorch_lightning") else replicas(history)
     for epochs in iterations(history).values():
         turns = [by_rank for by_rank in epochs.values() if _shares_evaluation(by_rank, groups, by_trainer)]
         seen = seen or bool(turns)
@@ -292,9 +284,7 @@ def _parts_apart(history: EventHistory) -> tuple[list[Finding], bool]:
             continue
         by_rank, first = turns[0], next(iter(turns[0].values()))
         samples = each_rank({rank: (it.end or {}).get("samples") for rank, it in by_rank.items()})
-        evidence = (
-            f"an evaluation of a shard of the data ({samples} samples), and no collective before training continues"
-        )
+        evidence = f"an evaluation of a shard ({samples} samples), and no collective before training continues"
         cause = "each rank has the metric of its shard; logs, the best checkpoint and early stopping use one shard"
         remedy = "all_reduce the evaluation's sums and counts, and divide once"
         at = place(first.begin.get("at"))
@@ -340,7 +330,9 @@ def predictions_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             it = by_rank[rank]
             samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
-            evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {line(save.get('at'))}, has {lines} "
+            evidence = (
+                f"{os.path.basename(path)}, which {named([rank])} wrote at {facts.line(save.get('at'))}, has {lines} "
+            )
             evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the samples of "
             evidence += f"{named([rank])}, but the data set has {size}"
             cause = "no collective gathers the results of the other ranks, and they wrote no file"

@@ -84,10 +84,47 @@ def _trained(history: EventHistory, rank: int) -> list[tuple[Key, Iteration]]:
     return sorted(found, key=lambda each: int(each[1].begin["number"]))
 
 
+def _within(history: EventHistory) -> EventHistory:
+    """A run that resumes in its own process, split where it loads a file that it saved: the rest, after the beginning.
+
+    The file has the number of an epoch or step, and a new optimizer like one before trains after the load.
+    """
+    saves = {str(e.get("path")): e for e in reversed(list(history.of("save"))) if e["step"] and _is_of_run(e)}
+    cuts = {}
+    for rank in history.ranks if history.previous is None and saves else ():
+        made = list(history.of("optimizer", rank=rank))
+        again = [(one, other) for one, other in itertools.pairwise(made) if _is_like(one, other)]
+        loads = [e for e in history.of("load", rank=rank) if e.get("path") in saves]
+        loads = [e for e in loads if saves[e["path"]]["time"] <= e["time"]]
+        found = [e for e in loads for one, other in again[:1] if one["number"] < e["number"] < other["number"]]
+        if not found:
+            return history
+        cuts[rank] = found[-1]["number"]
+    if not cuts:
+        return history
+    parts = [[e for e in history.events if (e["number"] < cuts[e["rank"]]) == is_before] for is_before in (True, False)]
+    split = EventHistory(parts[1], EventHistory(parts[0]))
+    dealt = [[it.begin.get("distributed") or {} for _, it in _trained(EventHistory(p), min(cuts))] for p in parts]
+    last, first = (side[place].get("epoch") if side else None for side, place in zip(dealt, (-1, 0), strict=True))
+    return split if first and last is not None and first - last in (0, 1, 2) else history  # else another training
+
+
+def _is_of_run(save: Event) -> bool:
+    """True if a file has the number of an epoch or a step, as that of a run to resume."""
+    keys = [str(key).lower() for key in save.get("keys") or ()]
+    return any(word in key for key in keys for word in ("epoch", "step", "iter"))
+
+
+def _is_like(one: Event, other: Event) -> bool:
+    """True if two optimizers have one class and the same first learning rates."""
+    rates = [[g.get("initial_lr", g.get("lr")) for g in event.get("groups") or ()] for event in (one, other)]
+    return one["optimizer"] != other["optimizer"] and one.get("class") == other.get("class") and rates[0] == rates[1]
+
+
 @rule("LS703", "resume-samples", "a resumed run repeats or skips samples")
 def resume_samples(history: EventHistory) -> Iterable[Finding] | str:
     """The samples after a checkpoint was loaded, compared with those that the earlier run used before it was saved."""
-    resumed = _resumed(history)
+    resumed = _resumed(history := _within(history))
     if left_out := _left_out_again(history):
         return left_out
     if history.previous is None or not resumed:
@@ -153,10 +190,12 @@ def _repeated(
     begun = fresh[: len(rest)]
     others = [index for index in begun if index not in set(rest)]
     if used and last.is_complete and len(begun) >= _FEW and 4 * len(others) > len(begun):
-        evidence = (
-            f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
-            f"with {len(others)} others"
-        )
+        evidence = f"{number_of(len(rest), 'sample', 'was', 'were')} left of the epoch, but the run starts "
+        evidence += f"with {len(others)} others"
+        epochs: list[Any] = [(it.begin.get("distributed") or {}).get("epoch") for it in (last, again)]
+        if not passed_over and None not in epochs and epochs[1] == epochs[0] + 1:
+            left = f"with {number_of(len(rest), 'sample')} left, and the run starts with epoch {epochs[1]}"
+            return f"the file was saved in epoch {epochs[0]}, {left}", "the rest of the epoch is never trained"
         return evidence, "the position in the epoch is restored, but its order is that of a different epoch"
     return None
 
@@ -190,12 +229,8 @@ def _left_out_again(history: EventHistory) -> list[Finding]:
     restored = {event.get("what") for event in history.of("state") if event["step"] <= first}
     by_data: dict[Any, list[tuple[int, Any]]] = defaultdict(list)
     turns = [it for _, it in _trained(history, history.ranks[0])] if restored else []
-    before = history.previous
-    known = (
-        {_passed_over(before, it)[0] for rank in before.ranks[:1] for _, it in _trained(before, rank)}
-        if before
-        else set()
-    )
+    before = history.previous or EventHistory([])
+    known = {_passed_over(before, it)[0] for rank in before.ranks[:1] for _, it in _trained(before, rank)}
     for it in turns:
         data = it.begin.get("sampler", f"loader {it.begin['loader']}")
         own = _passed_over(history, it) if "optimizer" in restored else (0, None)
@@ -228,7 +263,7 @@ def _passed_over(history: EventHistory, it: Iteration) -> tuple[int, Any]:
 @rule("LS704", "resume-without-state", "a resumed run has lost the state of the optimizer")
 def resume_without_state(history: EventHistory) -> Iterable[Finding] | str:
     """A run that loads the model of an earlier run, but not its optimizer or scheduler."""
-    resumed = _resumed(history)
+    resumed = _resumed(history := _within(history))
     if not resumed:
         return _NO_PREVIOUS if history.previous is None else "the run loaded no file of the earlier run"
     load = resumed[0][0]
@@ -326,9 +361,8 @@ def loaded_on_some_ranks(history: EventHistory) -> Iterable[Finding] | str:
         if len(by_rank) < len(group) and not any(op == "broadcast" or "object" in op for op in shared):
             others = sorted(set(group) - set(by_rank))
             evidence = f"load_state_dict was called on {named(by_rank)}, but not on {named(others)}"
-            cause = (
-                f"FSDP at {line(wraps[group[0], digest].get('at'))} shards each rank's own weights without a broadcast"
-            )
+            at = line(wraps[group[0], digest].get("at"))
+            cause = f"FSDP at {at} shards each rank's own weights without a broadcast"
             remedy = "load on all ranks, or set_model_state_dict(model, state, options=StateDictOptions("
             remedy += "full_state_dict=True, broadcast_from_rank0=True)) after fully_shard"
             return [Finding("LS708", place(event.get("at")), evidence, cause, remedy, tuple(group), event["step"])]

@@ -16,7 +16,7 @@ _FEW = 12
 _GATHERS = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object", "gather_object")
 
 
-@rule("LS610", "order-of-ranks", "gathered rows are in the order of ranks instead of the data's order", "warning")
+@rule("LS610", "order-of-ranks", "gathered rows are in the order of ranks instead of the data's order")
 def order_of_ranks(history: EventHistory) -> Iterable[Finding] | str:
     """Predictions of each rank's shard, concatenated by rank, next to the data in their own order."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
@@ -27,9 +27,9 @@ def order_of_ranks(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             lone = {rank: _lone(history, it) for rank, it in by_rank.items()}
             seen = seen or any(lone.values())
-            size, use = by_rank[min(by_rank)].begin["dataset_size"], None
+            use = None
             for gather in lone.values() if all(lone.values()) else ():
-                use = use or (gather and _use(history, gather, size, len(by_rank), rows))
+                use = use or (gather and _use(history, gather, by_rank, rows))
             if use is None:
                 continue
             first = lone[min(by_rank)] or {}
@@ -39,6 +39,8 @@ def order_of_ranks(history: EventHistory) -> Iterable[Finding] | str:
             evidence += f"those of rank 1; {use}"
             cause = "no labels, ids or indices were gathered with them, so each row is paired with the wrong sample"
             remedy = "also gather the indices and sort by them, or use torch.stack(parts, 1).flatten()"
+            if _is_shuffled(by_rank):
+                cause, remedy = f"the sampler shuffles, and {cause}", "DistributedSampler(dataset, shuffle=False)"
             at, ranks = place(first.get("at")), tuple(by_rank)
             findings.append(Finding("LS610", at, evidence, cause, remedy, ranks, first.get("step")))
     return findings if seen else "no rows of a whole evaluation were gathered without other data"
@@ -52,8 +54,12 @@ def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
     size, parts = its[0].begin.get("dataset_size") or 0, [it.indices for it in its]
     order = [index for part in parts for index in part if isinstance(index, int)]
     is_whole = set(order) == set(range(size)) and len({len(part) for part in parts}) == 1
-    is_sorted = all(part[:-1] == sorted(part[:-1]) for part in parts)  # the last may repeat one of the first
-    return size > _FEW and is_whole and is_sorted and order[:size] != sorted(order[:size])
+    return size > _FEW and is_whole and order[:size] != sorted(order[:size])
+
+
+def _is_shuffled(by_rank: dict[int, Iteration]) -> bool:
+    """True if the indices of a rank do not increase. The last may repeat one of the first."""
+    return any(it.indices[:-1] != sorted(it.indices[:-1]) for it in by_rank.values())
 
 
 def _lone(history: EventHistory, it: Iteration) -> Event | None:
@@ -75,15 +81,20 @@ def _rows(gather: Event) -> int | None:
     return found
 
 
-def _use(history: EventHistory, gather: Event, size: int, world: int, rows: dict[tuple[int, Any], int]) -> str | None:
-    """What the script did with the rows gathered in the order of ranks: compare or write them."""
+def _use(
+    history: EventHistory, gather: Event, by_rank: dict[int, Iteration], rows: dict[tuple[int, Any], int]
+) -> str | None:
+    """What the script did with the rows gathered in the order of ranks, or shuffled: compare or write them."""
+    size, world = by_rank[min(by_rank)].begin["dataset_size"], len(by_rank)
+    is_shuffled = _is_shuffled(by_rank)
     mine = [e for e in history.of("lined_up", "save", rank=gather["rank"]) if e["number"] > gather["number"]]
     mine = [event for event in mine if event["step"] == gather["step"]]
     counts = (size, -(-size // world) * world)
     for event in mine:
-        told, known = line(event.get("at")), orders.reorders(event, gather)
+        told, known = line(event.get("at")), orders.reorders(event, gather) and not is_shuffled
         is_beside = event["kind"] == "lined_up" and event.get("gathered_at") == gather.get("at")
-        if is_beside and event["rows"] in counts and not orders.strides(event, gather):
+        is_lost = is_shuffled or not (event.get("is_dealt") or orders.strides(event, gather))
+        if is_beside and event["rows"] in counts and is_lost:
             return f"{told} compares them with {event['rows']} rows that were not gathered"
         shape = gather.get("given") or gather.get("shape") or []
         is_plain = "rows" in gather or shape[1:] in ([], [1])
@@ -93,7 +104,7 @@ def _use(history: EventHistory, gather: Event, size: int, world: int, rows: dict
     return None
 
 
-@rule("LS611", "summed-again", "a running count is summed over ranks repeatedly", "warning")
+@rule("LS611", "summed-again", "a running count is summed over ranks repeatedly")
 def summed_again(history: EventHistory) -> Iterable[Finding] | str:
     """An in-place sum over ranks of a running count. Afterwards it holds the count of all ranks."""
     lines, findings = dict[str, dict[int, Event]](), []

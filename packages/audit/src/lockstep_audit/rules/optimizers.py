@@ -12,6 +12,9 @@ from lockstep_audit.rules.facts import number_of
 
 _NO_STEPS = "no ranks of one group made steps of one optimizer"
 _PLATEAU = "ReduceLROnPlateau"
+_LEFT, _TURNS = 0.9, 3
+_OF_TORCH = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax")
+"""Optimizers that keep no copy of the weights in higher precision."""
 
 
 def _shared(history: EventHistory) -> list[tuple[facts.Key, tuple[int, ...], dict[int, dict[int, Event]]]]:
@@ -183,10 +186,8 @@ def scheduler_too_fast(history: EventHistory) -> Iterable[Finding] | str:
     for event in stepped:
         at = event.get("at")
         if event["per_step"] >= 2 and event["step"] > 0 and str(at) not in findings:
-            evidence = (
-                f"{number_of(event['per_step'], 'step')} of {event.get('class', 'a scheduler')} since "
-                "the last optimizer step"
-            )
+            evidence = f"{number_of(event['per_step'], 'step')} of {event.get('class', 'a scheduler')} since "
+            evidence += "the last optimizer step"
             world, told = len(history.ranks), [e["per_step"] for e in stepped if e.get("at") == at]
             cause = f"the factor is the number of ranks, {world}" if len(told) > world and {*told} == {world} else None
             remedy, ranks = "call scheduler.step() once, after optimizer.step()", (event["rank"],)
@@ -194,3 +195,28 @@ def scheduler_too_fast(history: EventHistory) -> Iterable[Finding] | str:
         elif event["per_step"] == 1:
             findings.pop(str(at), None)
     return list(findings.values()) if stepped else "no scheduler"
+
+
+@facts.rule("LS311", "rounded-away", "updates of 16-bit weights are rounded away", "warning")
+def rounded_away(history: EventHistory) -> Iterable[Finding] | str:
+    """Weights that are bfloat16 themselves: steps smaller than their precision change nothing."""
+    seen, turns = False, dict[tuple[int, str], list[bool]]()
+    for event in history.of("step", rank=min(history.ranks, default=0)):
+        for name, (given, left) in (event.get("rounded") or {}).items():
+            seen = True
+            if given:
+                turns.setdefault((event["optimizer"], name), []).append(left > _LEFT * given)
+    made = {event["optimizer"]: event for event in reversed(list(history.of("optimizer")))}
+    for number, event in made.items():
+        lost = [name for (of, name), each in turns.items() if of == number and len(each) >= _TURNS and all(each)]
+        if lost and event.get("class") in _OF_TORCH:
+            evidence = f"in all examined steps, at least {_LEFT:.0%} of the values of {facts.some(lost)} that had a "
+            evidence += "gradient were the same after the step"
+            cause = "the weights themselves are 16-bit: a step that is smaller than their precision changes nothing"
+            remedy = "keep float32 weights, and compute in bfloat16: torch.autocast, or fully_shard(..., "
+            remedy += "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            at: Any = event.get("made_at") or event.get("at")
+            rows = sources.lowers(at[0]) if at else []
+            where = facts.place([at[0], rows[0], ""] if rows else at)
+            return [Finding("LS311", where, evidence, cause, remedy, tuple(history.ranks), event["step"])]
+    return [] if seen else "no optimizer stepped 16-bit weights"

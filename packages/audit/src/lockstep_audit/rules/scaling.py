@@ -12,6 +12,8 @@ from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps, uses
 
 _SAME = 0.01
+_LINES, _DIFFERENTIABLE = 8, "torch.distributed.nn.functional.all_reduce, whose backward pass also sums"
+_WORDS = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
 
 
@@ -110,12 +112,12 @@ def evaluation_mode(history: EventHistory) -> Iterable[Finding] | str:
     return findings if seen else "no wrapped model with dropout or batch normalization was trained"
 
 
-@rule("LS211", "divided-twice", "the loss is divided once too often", "warning")
+@rule("LS211", "divided-twice", "the loss is divided once too often")
 def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
     """loss / world_size under a wrapper that averages, or loss / accumulation in a framework that also divides."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: list[Finding] = []
-    seen, given = any(history.of("hand_reduce")), _given(history)
+    seen = any(history.of("hand_reduce"))
     by_micro_batches = any(len(passes(event)) == len(history.ranks) for event in history.of("step"))
     for event in history.of("hand_reduce") if not by_micro_batches else ():
         if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
@@ -132,43 +134,98 @@ def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
             found = _squared(backwards)
             if found:
                 findings.append(Finding("LS211", place(at), *found, group, event["step"]))
+            if summed := _summed_in_loss(backwards, group):
+                findings.append(summed)
+                continue
             is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
             is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
             is_by_ranks = is_by_ranks and (backwards[0].get("divided_at") or not uses(history, "accelerate"))
+            is_by_ranks = is_by_ranks and _may_be_ranks(backwards[0])
             if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
                 cause = "the wrapper already averages gradients over ranks"
                 remedy = "call loss.backward() on the mean over this rank's batch"
                 findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
-            what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
-            of_one = list(itertools.takewhile(lambda op: not op.startswith(("Sum", *_MEANS)), ops))
-            is_multiplied = any(op.startswith("MulBackward0") for op in of_one)  # others may be masks, or weights
-            if what and ops[0].startswith("Div") and not is_multiplied and len(group) > 1:
-                evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} in this step on all ranks"
-                cause = f"the wrapper averages gradients over {len(group)} ranks, which divides once more"
-                remedy = "divide by the count of this rank's batch, or multiply the loss by the number of ranks"
-                at = backwards[0].get("divided_at") or _division(backwards[0].get("loss_at"), at) or at
-                findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+        findings += _by_all_ranks(history, group) if len(group) > 1 else []
     return findings if seen else "no wrapped model was trained, or a communication hook exchanges in its own way"
+
+
+def _may_be_ranks(backward: Event) -> bool:
+    """False if the source divides the loss only by a constant, or by the accumulation."""
+    at, loss_at = backward.get("divided_at"), backward.get("loss_at")
+    last = at or backward.get("at") or ["", 0]
+    first = last[1] if at else loss_at[1] if loss_at else last[1] - _LINES
+    return sources.may_be_ranks(last[0], first, last[1])
+
+
+def _summed_in_loss(backwards: list[Event], group: tuple[int, ...]) -> Finding | None:
+    """An all_reduce between the loss and the model, whose backward pass gives each rank its own gradient only."""
+    told, world, cause = backwards[0].get("reduced"), len(group), "all_reduce passes gradients through unchanged, "
+    if backwards[0].get("one_of") == world > 1:
+        told = {"at": backwards[0].get("divided_at") or backwards[0].get("at"), "elements": 1, "divisor": world}
+        cause = "a gather carries no gradient, so the mean over ranks passes 1 part of it to this rank, "
+    if told is None or tuple(sorted(told.get("ranks") or group)) != group:
+        return None
+    is_loss = told["elements"] == 1
+    by = told["divisor"] / world
+    if is_loss and not any(abs(by - count) < _SAME for count in (1, len(backwards))):
+        return None
+    if not is_loss and abs(told["times"] / world - 1) < _SAME:
+        return None
+    what = "the loss" if is_loss else f"a tensor of {told['elements']} elements in the loss"
+    evidence = f"{what} was summed over {world} ranks before the backward pass"
+    evidence += f", and then divided by {told['divisor']:g}" if is_loss else ""
+    cause += f"and the wrapper averages them: they are {world} times too small"
+    remedy = "backward() on this rank's loss, and all_reduce a detached clone" if is_loss else _DIFFERENTIABLE
+    return Finding("LS211", place(told["at"]), evidence, cause, remedy, group, None)
+
+
+def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding]:
+    """Losses that each step divides by what all ranks received in it: not only by chance, or in one step."""
+    told: dict[tuple[str, str], list[tuple[Event, Event, float]]] = {}
+    given = _given(history)
+    for event in history.of("step", rank=group[0]):
+        backward = next(iter(passes(event)), {})
+        ops = backward.get("ops") or [""]
+        of_one = list(itertools.takewhile(lambda op: not op.startswith(("Sum", *_MEANS)), ops))
+        is_multiplied = any(op.startswith("MulBackward0") for op in of_one)  # others may be masks, or weights
+        for what in _WORDS if "divisor" in backward and ops[0].startswith("Div") and not is_multiplied else ():
+            count = given.get((event["optimizer"], event["index"], what))
+            if count:
+                told.setdefault((str(backward.get("at")), what), []).append((event, backward, count))
+    for (_, what), turns in told.items():
+        fitting = [turn for turn in turns if turn[1]["divisor"] == turn[2]]
+        event, backward, count = (fitting or turns)[0]
+        is_once = not any(op.startswith("Div") for op in backward["ops"][1:2])
+        is_of_more = is_once and 0 < (backward.get("sum_of") or backward.get("summed", 0)) < count
+        is_always = len(fitting) == len(turns) > 1 and is_of_more
+        if is_always or len({number for *_, number in fitting}) > 1:  # else a coincidence of numbers
+            evidence = f"a loss was divided by {count:.0f}, the {_WORDS[what]} in this step on all ranks, "
+            evidence += f"as in {len(fitting)} of {len(turns)} examined steps"
+            cause = f"the wrapper averages gradients over {len(group)} ranks, which divides once more"
+            remedy = "divide by the count of this rank's batch, or multiply the loss by the number of ranks"
+            at = backward.get("at")
+            at = backward.get("divided_at") or _division(backward.get("loss_at"), at) or at
+            return [Finding("LS211", place(at), evidence, cause, remedy, group, event["step"])]
+    return []
 
 
 def _division(loss_at: Any, at: Any) -> Any:
     """The one line that divides between a loss and its backward pass in the same function, or the line of the loss."""
     is_same = loss_at and at and (loss_at[0], loss_at[2]) == (at[0], at[2])
-    rows = sources.divisions(at[0], loss_at[1], at[1]) if is_same else []
+    rows = sorted({row for row, _ in sources.divisions(at[0], loss_at[1], at[1])}) if is_same else []
     return [at[0], rows[0], at[2]] if len(rows) == 1 else loss_at
 
 
-def _given(history: EventHistory) -> dict[tuple[int, int, float], str]:
-    """By optimizer, step and number: what all ranks together received in this step."""
+def _given(history: EventHistory) -> dict[tuple[int, int, str], float]:
+    """By optimizer, step and what is counted: how much all ranks together received in this step."""
     sums: dict[tuple[int, int, str], dict[int, int]] = {}
-    for (event, batches), what in itertools.product(_fed(history), ("samples", "valid", "shifted")):
+    for (event, batches), what in itertools.product(_fed(history), _WORDS):
         counts = [each[what] for each in batches if what in each]
         if counts and len(counts) == len(batches):
             sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
-    words = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
     full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
-    return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
+    return {key: float(sum(by_rank.values())) for key, by_rank in full.items()}
 
 
 def _fed(history: EventHistory) -> Iterator[tuple[Event, list[Event]]]:
@@ -193,7 +250,7 @@ def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
     return evidence, cause, "do not divide: accelerator.backward and the Trainer already do"
 
 
-@rule("LS218", "multiplied-mean", "a mean loss is multiplied by the number of ranks", "warning")
+@rule("LS218", "multiplied-mean", "a mean loss is multiplied by the number of ranks")
 def multiplied_mean(history: EventHistory) -> Iterable[Finding] | str:
     """A loss that ignores num_items_in_batch, in a transformers Trainer that expects a sum divided by all items."""
     told = list(history.of("scaled_loss"))
@@ -210,7 +267,7 @@ def multiplied_mean(history: EventHistory) -> Iterable[Finding] | str:
     return [] if told else "no Trainer of transformers multiplied a loss by the number of ranks"
 
 
-@rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")
+@rule("LS213", "class-weights-differ", "ranks weight classes differently")
 def class_weights_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Class weights of a loss that each rank computes from its own shard of the data."""
     lines: dict[tuple[str, int], dict[int, Event]] = {}

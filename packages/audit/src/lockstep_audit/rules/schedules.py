@@ -68,10 +68,8 @@ def _length(event: Event, world: int, rounds: int, has_outer: bool) -> tuple[str
     if not event.get("is_outer") or name in ("LinearLR", "ConstantLR"):
         return None
     too_long = _of_all_ranks(event, world, rounds)
-    said = (
-        f"{name} was made for {number_of(too_long or horizon, 'step')} and stepped "
-        f"{number_of(own, 'time')}, in {number_of(made, 'optimizer step')}"
-    )
+    said = f"{name} was made for {number_of(too_long or horizon, 'step')} and stepped "
+    said += f"{number_of(own, 'time')}, in {number_of(made, 'optimizer step')}"
     if too_long:
         return said, "it was made for the batches of one process, but each rank has a shard of them"
     if not horizon:
@@ -189,7 +187,7 @@ def _has_none(events: list[Event]) -> bool:
     return len(events) > 1 and all(event.get("gradient_norm") == 0 for event in events) and not is_off
 
 
-@rule("LS310", "never-cleared", "gradients are never cleared", "warning")
+@rule("LS310", "never-cleared", "gradients are never cleared")
 def never_cleared(history: EventHistory) -> Iterable[Finding] | str:
     """Steps whose gradients still contain those of all earlier steps."""
     # The first step of a loop is examined too late to know what its backward pass began with.

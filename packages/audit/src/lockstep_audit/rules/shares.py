@@ -16,6 +16,7 @@ from lockstep_audit.rules.loaders import Iteration, iterations
 
 _PADDING = 0.05
 """This fraction of a shard may also be on another rank: samplers repeat samples to make shards equal."""
+_WORDS = 5
 _FEW_STEPS = 3
 _LEAST = 8
 """At least this many of a script's numbers must differ: shards of ranks may differ in a few by chance."""
@@ -223,8 +224,8 @@ def workers_repeat(history: EventHistory) -> Iterable[Finding] | str:
 @rule("LS110", "ids-differ", "class or label ids differ between ranks")
 def ids_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Words or classes whose numbers follow an order that differs by rank, such as that of a set, or hash()."""
-    findings, seen = list[Finding](), False
-    for event, by_rank in [*probes(history), *_held(history)]:
+    findings, seen = _vocabularies(history), any(history.of("vocabulary"))
+    for event, by_rank in [*probes(history), *_held(history)] if not findings else ():
         columns = list(zip(*by_rank.values(), strict=False))
         seen = seen or bool(columns)
         for number in range(max((len(parts) for row in columns for parts in row), default=0)):
@@ -244,6 +245,28 @@ def ids_differ(history: EventHistory) -> Iterable[Finding] | str:
                 findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
                 break
     return findings if seen else "no samples of data that a sampler deals to ranks were compared"
+
+
+def _vocabularies(history: EventHistory) -> list[Finding]:
+    """Dictionaries of the same name that number words that all ranks have in different ways."""
+    told = {event["rank"]: event for event in reversed(list(history.of("vocabulary")))}
+    for group in replicas(history):
+        ids = {rank: told[rank]["ids"] for rank in group if rank in told}
+        for name in sorted(set.intersection(*map(set, ids.values()))) if len(ids) == len(group) else ():
+            words = set.intersection(*(set(each[name]) for each in ids.values()))
+            apart = [word for word in words if differ({rank: each[name][word] for rank, each in ids.items()})]
+            if len(words) >= _WORDS and 2 * len(apart) > len(words):
+                first = min(apart)
+                shown = each_rank({rank: each[name][first] for rank, each in ids.items()})
+                evidence = f"`{name}` gives {first!r} the number {shown}"
+                cause = "each rank numbers the words that its data contain, or in an order that differs by process"
+                remedy = "all_gather_object the counts, add them up, and number the sorted words"
+                event = told[group[0]]
+                files = [event["at"][0] if event.get("at") else None]
+                rows = sources.unordered(files) or sources.assigns(files[0], name.rpartition(".")[2])
+                at = SourceLine(*rows[0], "") if rows else place(event.get("at"))
+                return [Finding("LS110", at, evidence, cause, remedy, group, event["step"])]
+    return []
 
 
 def _hashes(files: list[str | None]) -> list[tuple[str, int]]:
@@ -287,10 +310,8 @@ def order_lost(history: EventHistory) -> Iterable[Finding] | str:
             evidence += f"{named(by_rank)}: {some(map(str, next(iter(by_rank.values())).indices), 5)}"
             cause = f"the sampler that deals samples to ranks wraps or replaces {kind}, and it shuffles"
             remedy = f"let {kind} give each rank its shard (order[rank::world_size]) and disable the other sampler: "
-            remedy += (
-                "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of Accelerate, or "
-            )
-            remedy += "shuffle=False in your wrapper"
+            remedy += "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of "
+            remedy += "Accelerate, or shuffle=False in your wrapper"
             findings[place(at)] = Finding("LS113", place(at), evidence, cause, remedy, tuple(by_rank), first["step"])
     return list(findings.values()) if firsts else "no DataLoader in training"
 
@@ -304,10 +325,8 @@ def inputs_differ(history: EventHistory) -> Iterable[Finding] | str:
         columns = [[p for p in column if None not in p] for column in zip(*map(_fields, rows), strict=False)]
         known = [[len(set(map(str, parts))) > 1 for parts in column] for column in columns if column]
         if len(known) > 1 and len(rows) > 1 and any(map(all, known)) and not all(map(any, known)):
-            evidence = (
-                f"samples with equal indices, read twice at the end, have unequal inputs on {named(by_rank)}, and "
-            )
-            evidence += "their other fields are equal"
+            evidence = "samples with equal indices, read twice at the end, have unequal inputs on "
+            evidence += f"{named(by_rank)}, and their other fields are equal"
             cause = "each rank prepares the data with its own statistics, or augments them once with its own seed"
             remedy = "compute the statistics on all ranks together, or on one rank, and broadcast them"
             found = event.get("dataset_at") or event.get("at")

@@ -15,6 +15,7 @@ _EXCHANGES = ("broadcast", "reduce", "gather", "scatter")
 _HARMLESS = ("requires_grad_", "detach_")
 _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "gather")
 _STOPS = ("should_training_stop", "should_epoch_stop", "should_stop")
+_AVERAGES = ("ema", "average", "swa", "shadow", "teacher")
 _CHANGES = ("update", "step", "average", "lerp", "mul_", "add_", "copy_", "load_state_dict")
 
 
@@ -126,10 +127,54 @@ def cuts(path: str) -> bool:
     return False
 
 
-def divisions(path: str, first: int, last: int) -> list[int]:
-    """Lines from one to another that divide."""
+def names_around(path: str, row: int) -> str:
+    """The names in the innermost function around a line, or in the outermost loop, in small letters."""
+    around = [n for n in nodes(path) if holds(n, row)]
+    functions = [n for n in around if isinstance(n, ast.FunctionDef)][-1:]
+    loops = [n for n in around if isinstance(n, (ast.For, ast.While))][:1]
+    inside = (node for scope in functions or loops for node in ast.walk(scope))
+    return " ".join(name_of(node) or getattr(node, "arg", None) or "" for node in inside).lower()
+
+
+def averaged_outside(path: str, row: int) -> list[int]:
+    """Lines that update an average of weights in the loop around a step, outside the `if` around the step."""
+    tree = nodes(path)
+    loops = [n for n in tree if isinstance(n, (ast.For, ast.While)) and holds(n, row)]
+    loop = max(loops, key=lambda each: each.lineno, default=None)
+    tests = [n for n in ast.walk(loop) if isinstance(n, ast.If)] if loop else []
+    if loop is None or not any(holds(test, row) for test in tests):
+        return []
+    found = [n for each in loop.body for n in ast.walk(each) if isinstance(n, ast.Call)]
+    is_update = {n: any(word in name_of(n).lower() for word in ("update", "step", "ema", "average")) for n in found}
+    found = [n for n in found if is_update[n] and any(w in ast.unparse(n.func).lower() for w in _AVERAGES)]
+    return sorted(n.lineno for n in found if not any(holds(test, n.lineno) for test in tests))
+
+
+def assigns(path: str | None, name: str) -> list[tuple[str, int]]:
+    """Lines that give a variable or an attribute a value that is not empty."""
+    found = [n for n in nodes(path or "") if isinstance(n, ast.Assign) and name_of(n.targets[0]) == name]
+    return sorted((path or "", n.lineno) for n in found if not (isinstance(n.value, ast.Dict) and not n.value.keys))
+
+
+def lowers(path: str) -> list[int]:
+    """Lines that convert something to 16 bits: `.bfloat16()`, `.half()`, `.to(torch.bfloat16)`."""
+    calls = [n for n in nodes(path) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    names = {n: {name_of(each) for each in [*n.args, *(k.value for k in n.keywords)]} for n in calls}
+    low = {"bfloat16", "float16", "half"}
+    return sorted(n.lineno for n in calls if name_of(n) in low or (name_of(n) == "to" and names[n] & low))
+
+
+def divisions(path: str, first: int, last: int) -> list[tuple[int, ast.expr]]:
+    """Lines from one to another that divide, and what they divide by."""
     found = [n for n in nodes(path) if isinstance(n, (ast.BinOp, ast.AugAssign)) and isinstance(n.op, ast.Div)]
-    return sorted({node.lineno for node in found if first <= node.lineno <= last})
+    pairs = [(n.lineno, n.right if isinstance(n, ast.BinOp) else n.value) for n in found]
+    return sorted((pair for pair in pairs if first <= pair[0] <= last), key=lambda pair: pair[0])
+
+
+def may_be_ranks(path: str, first: int, last: int) -> bool:
+    """True if a line from one to another divides by something that may be the number of ranks, or none divides."""
+    found = [by for _, by in divisions(path, first, last)]
+    return not found or any(not isinstance(by, ast.Constant) and "acc" not in ast.unparse(by).lower() for by in found)
 
 
 def stops(path: str) -> list[int]:
@@ -154,9 +199,8 @@ def changes_in_place(path: str) -> list[int]:
         call = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
         is_change = isinstance(call, ast.Attribute) and call.attr.endswith("_") and call.attr not in _HARMLESS
         changed = [call.value] if is_change and isinstance(call, ast.Attribute) else []
-        others = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
+        others = node.targets if isinstance(node, ast.Assign) else []
+        others = [node.target] if isinstance(node, ast.AugAssign) else others
         changed += [each for each in others if not isinstance(each, ast.Name)]
         parts = {name_of(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
         is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)

@@ -26,6 +26,8 @@ def never_exchanged(history: EventHistory) -> Iterable[Finding] | str:
         return []
     own = own_from_the_start(history)
     known, findings, beside = facts.keys(history, "optimizer", "optimizer"), [], unwrapped(history)
+    ignored = {name: wrap.get("at") for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
+    ignored = {} if any("all_to_all" in str(call.get("op")) for call in history.of("collective")) else ignored
     owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
     for key, by_rank in facts.steps(history).items():
         ranks = tuple(sorted(trained & by_rank.keys()))
@@ -36,7 +38,7 @@ def never_exchanged(history: EventHistory) -> Iterable[Finding] | str:
             remedy = "use DistributedDataParallel(model) with the group of all ranks that train the model"
             findings.append(Finding("LS207", at, pairs[0].evidence, words, remedy, ranks, pairs[0].first["step"]))
             continue
-        wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
+        wrong = [{*each.gradients} if key not in owned else {*each.gradients} & {*beside, *ignored} for each in pairs]
         if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
             cause = "no wrapper contains this optimizer's model, and the script does not reduce its gradients"
             if key in owned:
@@ -44,7 +46,11 @@ def never_exchanged(history: EventHistory) -> Iterable[Finding] | str:
             remedy = "train through DistributedDataParallel(model); in a framework, do not unwrap the model first"
             made = next((event for event in history.of("optimizer") if known.get(_id(event)) == key), {})
             at = facts.place(facts.optimizer_at(history, key))
-            if key in owned:
+            if key in owned and wrong[0] <= ignored.keys():
+                at = facts.place(ignored[min(wrong[0])])
+                cause = f"the wrapper ignores {facts.some(sorted(wrong[0]))} on request, and nothing else reduces them"
+                remedy = "let the wrapper have these parameters, or all_reduce their gradients and divide by world_size"
+            elif key in owned:
                 parts = made.get("partly_at")
                 cause += f"; {facts.line(parts)} wraps other parts of their model" if parts else ""
                 at = facts.place(parts or sources.outside_factories(made.get("unwrapped_from") or [])) or at
@@ -74,11 +80,9 @@ def partial_gradient(history: EventHistory) -> Iterable[Finding] | str:
         constant = {name for event in made.values() for name in event.get("constant") or ()}
         parts = sorted(equal & {*pairs[0].gradients} - constant)
         if equal < names and same and parts:
-            evidence = (
-                "at the first step, gradients differ by rank for "
-                f"{number_of(len(parts), 'parameter', 'that is', 'that are')} equal on all ranks "
-                f"({facts.some(parts)}) "
-            )
+            evidence = "at the first step, gradients differ by rank for "
+            evidence += f"{number_of(len(parts), 'parameter', 'that is', 'that are')} equal on all ranks "
+            evidence += f"({facts.some(parts)}) "
             evidence += f"and are the same for {len(same)} ({facts.some(sorted(same))})"
             cause = "the gradient that comes back from split layers is that of one rank's shard"
             remedy = "before the split layers, a function whose forward is the identity and whose backward all_reduces"
@@ -93,7 +97,7 @@ def _id(event: Event) -> tuple[int, int]:
 
 
 def _reads_a_part(history: EventHistory) -> set[int]:
-    """Ranks that train on a shard of the data: dealt by a sampler, or as different batches next to a wrapper."""
+    """Ranks that train on a shard of the data: dealt by a sampler, or as different batches or inputs of a wrapper."""
     trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
     loaders = [e for e in history.of("loader") if (e.get("distributed") or {}).get("replicas", 1) > 1]
     dealt = {(event["rank"], event["loader"]) for event in loaders}
@@ -102,8 +106,13 @@ def _reads_a_part(history: EventHistory) -> set[int]:
             trained.add(event["rank"])
     for event in history.of("batch") if any(history.of("wrap")) else ():
         first.setdefault((event["loader"], event.get("epoch"), event["batch"]), {})[event["rank"]] = event.get("digest")
-    others = [by_rank for by_rank in first.values() if len(set(by_rank.values())) > 1]
-    return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
+    inputs = dict[tuple[Any, ...], dict[int, Any]]()
+    for event in history.of("inputs"):
+        inputs.setdefault((event["model"], event["step"]), {})[event["rank"]] = event["digest"]
+    for told in (first, inputs):
+        others = [by_rank for by_rank in told.values() if len(set(by_rank.values())) > 1]
+        trained |= {rank for by_rank in others for rank in by_rank} if len(others) == len(told) else set()
+    return trained
 
 
 def _copied(history: EventHistory, copies: dict[int, Event]) -> tuple[SourceLine | None, str]:
