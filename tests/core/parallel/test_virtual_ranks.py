@@ -288,6 +288,32 @@ def test_a_sharded_run_has_the_same_bits_on_one_rank_and_where_one_rank_has_fewe
     assert found[0][0] == found[1][0]
 
 
+class Skipping(nn.Module):
+    """As a U-Net: the input of a block is used twice in the block, and once after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 7), nn.Linear(14, 5)
+        self.blocks = nn.ModuleList([own_tasks.Block(), own_tasks.Block()])
+
+    def forward(self, inputs):
+        early = late = self.first(inputs)
+        for block in self.blocks:
+            late = block(late)
+        return self.last(torch.cat([late, early], dim=1))
+
+
+class Skips(Images):
+    def model(self):
+        return Skipping()
+
+
+def test_a_sharded_run_sums_the_gradients_of_a_block_s_input_in_the_same_order_on_one_rank():
+    settings = runs.config(batch={"micro": 3}, parallel={"virtual_ranks": 4, "strategy": "fsdp"})
+    found = [run_ranks(ranks, fit, Kind(HERE, "Skips"), {}, settings)[0] for ranks in (1, 2)]
+    assert found[0] == found[1]
+
+
 class UsedAtFirst(Images):
     """After two steps, some virtual ranks do not use a part of the model."""
 
