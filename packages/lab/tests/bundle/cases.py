@@ -40,7 +40,7 @@ class Mine(Task):
 
     def collate(self, samples):
         values = torch.stack([one["values"] for one in samples])
-        sizes = torch.nested.nested_tensor([values[0, :2], values[1, :3]])
+        sizes = torch.nested.nested_tensor([values[0, :2], values[-1, :3]])
         return {"values": values, "names": [one["name"] for one in samples], "sizes": [(sizes, "both")]}
 
     def loss(self, model, batch):

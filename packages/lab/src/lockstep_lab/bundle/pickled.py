@@ -57,7 +57,7 @@ def save(file: IO[bytes], content: dict[str, Any], task: Task) -> None:
         UsageError: an object cannot be pickled.
     """
     try:
-        torch.save({"task": task, **content}, file, pickle_module=_Pickle)  # type: ignore[arg-type]
+        torch.save({"task": task, **content}, file, pickle_module=_Pickle)
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         what = f"the task, the model or a batch cannot be written: {error}"
         remedy = "for functions without a name, such as lambdas: pip install cloudpickle; otherwise keep the object "

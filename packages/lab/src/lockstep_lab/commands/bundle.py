@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,7 @@ def bundle(
         from lockstep.configs import config_file
         from lockstep.trainer import earlier_configs
 
+        environment = dict(os.environ)  # the launcher adds its own variables
         if not this_process.is_rank():
             check_replaceable(out, force=force)
         settings = config_file.read_run(
@@ -70,15 +72,16 @@ def bundle(
             return
         print(summary(out), flush=True)
         if check:
-            _check(out)
+            _check(out, environment)
 
 
-def _check(out: Path) -> None:
+def _check(out: Path, environment: Mapping[str, str]) -> None:
     """Make the step again in a new process, which has none of the objects of this one."""
-    done = subprocess.run([sys.executable, "-m", "lockstep", "replay", str(out.resolve()), "--trust"])
+    words = [sys.executable, "-m", "lockstep", "replay", str(out), "--trust"]
+    done = subprocess.run(words, env=environment)
     if done.returncode:
         print("warning: the step cannot be made again from this file, see above", file=sys.stderr)
-        raise typer.Exit(FAULT if done.returncode == FAULT else done.returncode)
+        raise typer.Exit(done.returncode)
 
 
 def replay(path: Path, overrides: Sequence[str], *, trust: bool, json_file: Path | None) -> None:
