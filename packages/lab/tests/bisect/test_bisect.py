@@ -8,7 +8,7 @@ from lockstep.cli import application as cli
 from lockstep_lab.bisect import bisect as bisecting
 from lockstep_lab.bisect import recorded
 from lockstep_lab.bisect.recorded import Suspect
-from lockstep_lab.bisect.trace import STAGES, Difference, Digested, Operation, StepTrace, Trace, first_difference
+from lockstep_lab.bisect.trace import STAGES, Difference, Operation, StepTrace, TensorDigest, Trace, first_difference
 from lockstep_lab.bisect.verdict import _CAUSES, judged
 from tests.selection import mainly
 
@@ -69,16 +69,16 @@ def first(one, other):
 
 
 def test_the_first_stage_of_the_first_step_is_named():
-    weights = {f"model.{name}": Digested(("float32", (2,), 1, place)) for place, name in enumerate("abc")}
-    others = weights | {f"model.{name}": Digested(("float32", (2,), 1, 9)) for name in "bc"}
+    weights = {f"model.{name}": TensorDigest(("float32", (2,), 1, place)) for place, name in enumerate("abc")}
+    others = weights | {f"model.{name}": TensorDigest(("float32", (2,), 1, 9)) for name in "bc"}
     assert first([step(1)], [step(1)]) is None
     assert first([step(1), step(2, weights=weights)], [step(1), step(2, weights=others)]) == (
         (2, "weights", "", "model.b, and 1 more of 3")
     )
-    operations = [[Operation("aten::mm", Digested((1,)), "a.py:3"), Operation("aten::relu", Digested((2,)), line)]
-                  for line in ("a.py:4", "a.py:5")]  # fmt: skip
+    product = Operation("aten::mm", TensorDigest((1,)), "a.py:3")
+    operations = [[product, Operation("aten::relu", TensorDigest((2,)), line)] for line in ("a.py:4", "a.py:5")]
     assert first([step(1, forward=operations[0])], [step(1, forward=operations[1])]) is None  # a line has moved
-    operations[1][1] = Operation("aten::gelu", Digested((2,)), "a.py:5")
+    operations[1][1] = Operation("aten::gelu", TensorDigest((2,)), "a.py:5")
     what = "operation 2, aten::relu at a.py:4 against aten::gelu at a.py:5"
     assert first([step(1, forward=operations[0])], [step(1, forward=operations[1], loss={"l": "1"})]) == (
         (1, "forward", "", what)
@@ -88,7 +88,7 @@ def test_the_first_stage_of_the_first_step_is_named():
     settings = [step(1, settings={"lr of a": rate, "eps of a": 1e-8}) for rate in (0.1, 0.2)]
     assert first(settings[:1], settings[1:]) == (1, "settings", "", "lr of a: 0.1 against 0.2, of 2")
     drawn = [step(1, order=[(0, 1), (0, last)]) for last in (2, 3)]
-    assert first(drawn[:1], drawn[1:]) == (1, "order", "", "sample (0, 2) against (0, 3)")
+    assert first(drawn[:1], drawn[1:]) == (1, "order", "", "sample 2 against 3")
 
 
 def test_ranks_are_compared_one_by_one_and_a_different_split_comes_first():

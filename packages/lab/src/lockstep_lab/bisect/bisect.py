@@ -17,7 +17,7 @@ from lockstep.core.errors import LockstepError, number_of
 from lockstep_lab.bisect import recorded
 from lockstep_lab.bisect.recorded import RecordedRun, Suspect
 from lockstep_lab.bisect.trace import Difference, Trace, first_difference
-from lockstep_lab.bisect.verdict import Verdict, judged
+from lockstep_lab.bisect.verdict import BisectVerdict, judged
 
 _MODULE = "lockstep_lab.bisect.child"
 _FROM_FIGURE = {"train/lr": "settings", "train/loss": "weights", "train/grad_norm": "gradient", "eval/": "results"}
@@ -31,7 +31,7 @@ class BisectError(LockstepError):
     """A run cannot be trained again. Exit code 1."""
 
 
-def bisect(folders: tuple[Path, Path], tell: Callable[[str], None], until: int | None = None) -> Verdict:
+def bisect(folders: tuple[Path, Path], tell: Callable[[str], None], until: int | None = None) -> BisectVerdict:
     """Name the first difference between two runs.
 
     Args:
@@ -69,7 +69,7 @@ def bisect(folders: tuple[Path, Path], tell: Callable[[str], None], until: int |
         suspects = more or suspects
     if found is None:
         text = f"No difference in {number_of(last, 'step')}, neither in the logs nor in what the runs compute"
-        return Verdict(
+        return BisectVerdict(
             0, "", 0, text, "", [one.text for one in suspects], f"lockstep compare {folders[0]} {folders[1]}"
         )
     return judged(found, suspects, str(folders[1]), start + 1)

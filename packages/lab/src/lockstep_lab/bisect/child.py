@@ -38,7 +38,7 @@ from lockstep.parts.operations import Results, caller, place_of
 from lockstep.trainer import run_directory, source_code
 from lockstep.trainer.joining import Recorder
 from lockstep.trainer.trainer import Trainer
-from lockstep_lab.bisect.trace import Digested, Operation, StepTrace, Trace
+from lockstep_lab.bisect.trace import Operation, StepTrace, TensorDigest, Trace
 
 _ENGINE = str(Path(config_file.__file__).parents[1])
 _SETTINGS = ("lr", "weight_decay", "betas", "momentum", "eps", "name")
@@ -143,7 +143,9 @@ class TraceRecorder(Recorder):
         """The operations since the last call belong to a stage."""
         if self._step.detailed and not self._is_evaluating:
             found, self._results.found = self._results.found, []
-            self._step.stages[stage] += [Operation(name, Digested(numbers), place) for name, place, numbers in found]
+            self._step.stages[stage] += [
+                Operation(name, TensorDigest(numbers), place) for name, place, numbers in found
+            ]
 
     def _begin_forward(self, *_: Any) -> None:
         self._take_operations("backward")  # of the micro-batch before
@@ -159,7 +161,7 @@ class TraceRecorder(Recorder):
         seen = self._step.stages.get("gradient")
         if seen is not None:
             about = str(gradient.dtype), tuple(gradient.shape)
-            seen.setdefault(name, []).append(Digested((*about, *fold({name: gradient}).tolist())))
+            seen.setdefault(name, []).append(TensorDigest((*about, *fold({name: gradient}).tolist())))
 
     def _see_update(self) -> None:
         self._take_operations("backward")
@@ -178,7 +180,7 @@ class TraceRecorder(Recorder):
 
     def _see_output(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._is_evaluating:
-            self._step.stages.setdefault("outputs", []).append(Digested((digest_of(output),)))
+            self._step.stages.setdefault("outputs", []).append(TensorDigest((digest_of(output),)))
 
     # ---- samples
 
@@ -209,10 +211,10 @@ class TraceRecorder(Recorder):
         stages |= found
 
 
-def _digests(tensors: Mapping[str, Any]) -> dict[str, Digested]:
+def _digests(tensors: Mapping[str, Any]) -> dict[str, TensorDigest]:
     local = {name: sharded_tensor.local(tensor.detach()) for name, tensor in tensors.items()}
     found = digests(local)
-    return {n: Digested((str(t.dtype), tuple(t.shape), *found[n])) for n, t in local.items()}
+    return {n: TensorDigest((str(t.dtype), tuple(t.shape), *found[n])) for n, t in local.items()}
 
 
 def _place(folders: tuple[str, ...]) -> str:

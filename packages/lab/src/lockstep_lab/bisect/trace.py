@@ -180,19 +180,19 @@ def is_record(value: Any) -> bool:
 
 def is_digest(value: Any) -> bool:
     """True for what stands for the numbers of a tensor, whose values say nothing to people."""
-    return isinstance(value, Digested)
+    return isinstance(value, TensorDigest)
 
 
 class Operation(NamedTuple):
     """An operation of torch."""
 
     name: str
-    result: Digested
+    result: TensorDigest
     place: str
     """File and line."""
 
 
-class Digested(tuple[Any, ...]):
+class TensorDigest(tuple[Any, ...]):
     """The digest of a tensor."""
 
     __slots__ = ()

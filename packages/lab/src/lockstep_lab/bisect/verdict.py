@@ -37,7 +37,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BisectVerdict:
     """The answer of a bisection."""
 
     step: int
@@ -53,7 +53,7 @@ class Verdict:
     """A command that shows more."""
 
 
-def judged(difference: Difference, suspects: Sequence[Suspect], run: str, first_step: int) -> Verdict:
+def judged(difference: Difference, suspects: Sequence[Suspect], run: str, first_step: int) -> BisectVerdict:
     """The verdict on the first difference.
 
     Args:
@@ -76,7 +76,7 @@ def judged(difference: Difference, suspects: Sequence[Suspect], run: str, first_
     follow = f"lockstep replay {run} --step {max(1, step)} --samples"
     if stage in ("evaluated", "outputs", "results"):
         follow = f"lockstep evaluate {run}"
-    return Verdict(
+    return BisectVerdict(
         step, stage, difference.rank, sentence, cause, [one.text for one in ranked if one not in best], follow
     )
 

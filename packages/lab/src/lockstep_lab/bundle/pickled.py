@@ -21,14 +21,14 @@ _LARGEST = 1 << 24
 """Bytes of an attribute of the task, without modules: larger ones are taken for data."""
 
 
-class LeftOut:
+class NotBundled:
     """Replaces what a bundle does not hold, such as a data set. Any use of it is an error that names it."""
 
     def __init__(self, what: str) -> None:
         self.__dict__["what"] = what
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LeftOut, (self.__dict__["what"],)
+        return NotBundled, (self.__dict__["what"],)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle and copy ask for such attributes
@@ -82,7 +82,7 @@ def without_data(task: Task) -> Generator[list[str], None, None]:
         except Exception:  # whatever a class raises if it cannot be pickled
             what += " that cannot be pickled"
         left.append(what)
-        vars(task)[name] = LeftOut(what)
+        vars(task)[name] = NotBundled(what)
     try:
         yield left
     finally:
@@ -114,7 +114,7 @@ class _Pickler(_Base):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Dataset):
-            return LeftOut, (f"a data set ({type(value).__name__})",)
+            return NotBundled, (f"a data set ({type(value).__name__})",)
         return super().reducer_override(value) if _Base is not pickle.Pickler else NotImplemented
 
 

@@ -101,7 +101,8 @@ def _alone(run: Run, rank: int, number: int, micro_batch: MicroBatch) -> Recorde
     units = dict(micro_batch.weights) if micro_batch.weights else {SAMPLES: float(micro_batch.samples)}
     data: Any = getattr(getattr(getattr(run.batches, "loader", None), "micro_batches", None), "data", None)
     names = [] if data is None else [name_of(data, index) for index in indices[:_NAMED]]
-    share = Share(rank, state.step, {head: count or 1.0 for head, count in units.items()}, number)
+    divisor = state.strategy.divisor  # by which ranks divide the sum of their gradients: other strategies have others
+    share = Share(rank, state.step, {head: (count or 1.0) * divisor for head, count in units.items()}, number)
     found = detail(state, micro_batch, share, dict(state.strategy.leaves()))
     return RecordedPass(
         rank,
