@@ -5,12 +5,16 @@ from lockstep_lab.bundle import make
 from tests import runs
 
 TASK = """
+import warnings
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep import Task
 from mine_layers import Noisy
+
+warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
 
 
 class Texts(Dataset):

@@ -66,7 +66,8 @@ def bisect(folders: tuple[Path, Path], tell: Callable[[str], None], until: int |
     suspects = recorded.suspects(one, other, [traces[0][0], traces[1][0]])
     if found is None:
         found, more = _unrepeated((one, other), traces, checkpoint)
-        suspects = more or suspects
+        is_memory = any(one.key == "memory" for one in more)  # then what is recorded explains it better
+        suspects = [*suspects, *more] if is_memory else more or suspects
     if found is None:
         text = f"No difference in {number_of(last, 'step')}, neither in the logs nor in what the runs compute"
         return BisectVerdict(
