@@ -84,8 +84,11 @@ ALLOWED = {
     },
     "lockstep_lab.verify": {"core", "drawing", "parts", "launch", "mesh", "trainer", "updates", "lockstep_lab.report"},
     "lockstep_lab.search": {"core", "drawing", "locks", "configs", "trainer", "lockstep_lab.report"},
-    "lockstep_lab.commands": {"core", "cli", "configs", "trainer", "sizes", "launch"}
-    | {"lockstep_lab.report", "lockstep_lab.plan", "lockstep_lab.verify", "lockstep_lab.search"},
+    "lockstep_lab.bundle": {"core", "configs", "parts", "trainer", "updates", "watch"},
+    "lockstep_lab.bisect": {"core", "configs", "parts", "trainer", "lockstep_lab.report"},
+    "lockstep_lab.commands": {"core", "cli", "configs", "trainer", "sizes", "launch", "watch"}
+    | {"lockstep_lab.report", "lockstep_lab.plan", "lockstep_lab.verify", "lockstep_lab.search"}
+    | {"lockstep_lab.bisect", "lockstep_lab.bundle"},
     "lockstep_lab.verify.reference": {
         "core.task",
         "core.data.private_generators",
@@ -285,7 +288,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CEILINGS = {"lockstep": 32_000, "lockstep_recipes": 21_500, "lockstep_lab": 12_500, "lockstep_audit": 8_600}
+CEILINGS = {"lockstep": 32_000, "lockstep_recipes": 21_500, "lockstep_lab": 14_500, "lockstep_audit": 8_600}
 """At most so many lines of code in a package, without blank lines, comments and docstrings: round, with 5 % slack. They
 change with a release only."""
 

@@ -54,7 +54,7 @@ _SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
 class _Groups(CommandGroup):
     headings: ClassVar[dict[str, tuple[str, ...]]] = {
         "Train": ("init", "train", "run", "evaluate", "predict", "export"),
-        "Check": ("verify", "audit", "replay"),
+        "Check": ("verify", "audit", "replay", "bundle", "bisect"),
         "Look": ("look", "report", "compare", "checkpoints"),
         "Choose": ("recipes", "config", "plan", "tune", "sweep"),
         "Data and machines": ("shards", "launch", "doctor"),

@@ -17,7 +17,7 @@ from lockstep.core.errors import UsageError
 GROUP = "lockstep.commands"  # of entry points
 
 PACKAGES = {
-    "torch-lockstep-lab": ("compare", "plan", "report", "sweep", "tune", "verify"),
+    "torch-lockstep-lab": ("bisect", "bundle", "compare", "plan", "report", "sweep", "tune", "verify"),
     "torch-lockstep-recipes": ("look", "shards"),
 }
 """Commands that other distributions of Lockstep bring, for the error if they are not installed."""
@@ -30,6 +30,10 @@ class JoinedCommand:
     call: Callable[..., None] | typer.Typer
     """A function as Typer takes it, or an application with commands."""
     example: str = ""
+    hidden: bool = False
+    """Leave the command out of the list in `lockstep --help`."""
+    replays: Callable[..., None] | None = None
+    """Replays a file that the command has written: what `lockstep replay FILE` calls."""
 
     def join(self, app: typer.Typer, name: str) -> None:
         """Add the command to the command line."""
@@ -37,7 +41,7 @@ class JoinedCommand:
             app.add_typer(self.call, name=name)
         else:
             epilog = f"Example: {self.example}" if self.example else None
-            app.command(name, cls=Command, epilog=epilog)(self.call)
+            app.command(name, cls=Command, epilog=epilog, hidden=self.hidden)(self.call)
 
 
 def declared(taken: Collection[str]) -> dict[str, JoinedCommand]:
@@ -57,6 +61,19 @@ def declared(taken: Collection[str]) -> dict[str, JoinedCommand]:
         what = f"the command {name!r} of {entries[name].origin} is left out: Lockstep has its own"
         print(f"warning: {what}", file=sys.stderr)
     return {name: _loaded(entry) for name, entry in entries.items() if name not in taken}
+
+
+def replayer(command: str) -> Callable[..., None]:
+    """What replays the files that a command of another distribution writes.
+
+    Raises:
+        UsageError: the distribution is not installed, or cannot be loaded.
+    """
+    entry = entry_points(GROUP).get(command)
+    found: Callable[..., None] | None = plugins.load(entry).replays if entry is not None else None
+    if found is None:
+        raise of_missing_package(command) or UsageError(f"`lockstep {command}` writes no files to replay")
+    return found
 
 
 def _loaded(entry: EntryPoint) -> JoinedCommand:

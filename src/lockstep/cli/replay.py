@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli import ranks
-from lockstep.cli.options import Cold, Debug, Force, Nproc, Overrides, RunDir, as_arguments
+from lockstep.cli import joined, ranks
+from lockstep.cli.options import Cold, Debug, Force, Nproc, Overrides, as_arguments
 from lockstep.cli.reporting import is_first, reporting, tell_first, write_file
 from lockstep.core.user_files import check_replaceable
 
@@ -25,8 +25,10 @@ REPLAY_KEYS = (
 
 
 def replay(
-    run_dir: RunDir,
-    step: Annotated[int, typer.Option(min=1, help="The step to repeat, counted as in the log: the first is 1.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR|BUNDLE", help="Directory of a run, or a bundle.")],
+    step: Annotated[
+        int | None, typer.Option(min=1, help="The step to repeat, counted as in the log: the first is 1.")
+    ] = None,
     overrides: Overrides = None,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Compute the micro-batches of this rank by themselves, too.")
@@ -45,6 +47,7 @@ def replay(
         Path | None, typer.Option(help="Write a trace of the step into this new file, NAME.json.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers into this file, too.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Run the code in a bundle.")] = False,
     force: Force = False,
     nproc: Nproc = None,
     cold: Cold = False,
@@ -56,6 +59,12 @@ def replay(
         from lockstep.core.errors import UsageError
         from lockstep.trainer import earlier_configs
 
+        if run_dir.is_file():
+            check_replaceable(json_file, force=force)
+            joined.replayer("bundle")(run_dir, overrides or (), trust=trust, json_file=json_file)
+            return
+        if step is None:
+            raise UsageError("a run has many steps", where="--step", remedy="give one of them: --step N")
         for file in (json_file, profile):
             if file is not None and file.is_file() and file.resolve().is_relative_to(run_dir.resolve()):
                 remedy = "give a new file, or another folder"

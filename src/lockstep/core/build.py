@@ -221,14 +221,14 @@ def _state_with(
     """The state of a training, with the weights and the state of `beginning`. Adds lines to the model's messages."""
     model = built.strategy.unwrapped.model
     built.messages.extend([*beginning.load_weights(model, world), *notes])
-    state = _train_state(config, task, world, built, plan, stop)
+    state = train_state(config, task, world, built, steps_per_epoch=plan.steps_per_epoch, stop=stop)
     built.messages.extend(beginning.load_state(model, state.optimizer, state.precision))
     _check_saved(config, state)
     return state
 
 
-def _train_state(
-    config: RunConfig, task: Task, world: World, built: SpreadModel, plan: StepPlan, stop: int
+def train_state(
+    config: RunConfig, task: Task, world: World, built: SpreadModel, *, steps_per_epoch: int, stop: int
 ) -> TrainState:
     """The state of a training that begins, with its optimizer and schedule."""
     strategy, model = built.strategy, built.strategy.unwrapped.model
@@ -250,7 +250,7 @@ def _train_state(
         ),
         precision=precision,
         schedule=make_schedule(
-            config.schedule, total=stop, steps_per_epoch=plan.steps_per_epoch, of_task=task_checks.schedule(task)
+            config.schedule, total=stop, steps_per_epoch=steps_per_epoch, of_task=task_checks.schedule(task)
         ),
         seed=config.seed,
         clip_norm=config.optim.clip_norm,

@@ -251,6 +251,15 @@ def _environment(world: World) -> dict[str, Any]:
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     about: dict[str, Any] = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
     about["kind"] = equal_bits.kind(world.device)
+    about |= {"executable": sys.executable, "folder": str(Path.cwd()), "libraries": libraries()}
+    about["python_path"] = os.environ.get("PYTHONPATH", "")
     about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return versions | devices.of(world.device).libraries() | about | {"variables": variables}
+
+
+def libraries() -> dict[str, str]:
+    """The versions of the libraries that this process has imported."""
+    found = {name: getattr(module, "__dict__", {}).get("__version__") for name, module in sys.modules.items()}
+    others = {name: version for name, version in found.items() if "." not in name and isinstance(version, str)}
+    return {name: others[name] for name in sorted(others.keys() - sys.stdlib_module_names)}

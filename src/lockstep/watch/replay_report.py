@@ -79,13 +79,20 @@ class ReplayReport:
 
 
 def make(
-    run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]
+    run: Run,
+    step: int,
+    wants: Wants,
+    after: Callable[[], Run | None],
+    *,
+    tell: Callable[[str], None],
+    inside: Callable[[list[MicroBatch]], contextlib.AbstractContextManager[None]] | None = None,
 ) -> ReplayReport:
     """Repeat the steps of `run` up to a step. All ranks call it.
 
     Args:
         after: builds the run from a checkpoint after `step`; None if there is no such checkpoint.
         tell: reports what comes next.
+        inside: makes a context around the last step from its micro-batches.
 
     Raises:
         UsageError: there is no such rank.
@@ -126,7 +133,7 @@ def make(
         if wants.debugger:
             print("before the step: run, micro_batches and run.state are available; c runs the step")
             breakpoint()  # noqa: T100 - the user asks for it
-        with _profiled(run, wants.profile):
+        with inside(micro_batches) if inside else contextlib.nullcontext(), _profiled(run, wants.profile):
             yield
 
     for made in replay.steps(run, step, around):

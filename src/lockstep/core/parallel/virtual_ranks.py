@@ -221,7 +221,7 @@ class _Same(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads
 
 
@@ -235,7 +235,8 @@ def _group_inputs(block: nn.Module, args: Any, options: Any) -> tuple[Any, Any] 
     places = [place for place, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
     if not places or not torch.is_grad_enabled():
         return None
-    for place, same in zip(places, _Same.apply(*(leaves[place] for place in places)), strict=True):
+    apply: Any = _Same.apply
+    for place, same in zip(places, apply(*(leaves[place] for place in places)), strict=True):
         leaves[place] = same
     grouped: tuple[Any, Any] = pytree.tree_unflatten(leaves, form)
     return grouped
