@@ -162,7 +162,7 @@ def _launched(run: RecordedRun, out: Path, order: Path) -> list[subprocess.Popen
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                cwd=home if Path(home).is_dir() else None,
+                cwd=home if home and Path(home).is_dir() else None,  # the empty path is a folder, too
             )
         processes.append(process)
     return processes
