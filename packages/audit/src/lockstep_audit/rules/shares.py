@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import linecache
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import combinations
@@ -23,6 +25,7 @@ _LEAST = 8
 _CLASHES = 1.1
 """Two words may have one number by chance, if numbers come from hash()."""
 _OF_ALL = ("world", "ranks", "proc", "replica", "shard", "gpus", "nodes")
+_ROWS_OF_RANK = re.compile(r"\)\[[^\]]*rank")
 _NO_GROUP = "no ranks train one model together"
 
 
@@ -368,6 +371,11 @@ def probes(history: EventHistory) -> list[tuple[Event, dict[int, list[list[Any]]
     return found
 
 
+def _takes_its_rows(where: SourceLine | None) -> bool:
+    """True if a line that draws takes rows by the rank: each rank keeps its own part of what all draw."""
+    return where is not None and _ROWS_OF_RANK.search(linecache.getline(where.file, where.line)) is not None
+
+
 @rule("LS111", "same-noise", "all ranks draw the same random numbers", "warning")
 def same_noise(history: EventHistory) -> Iterable[Finding] | str:
     """Noise in training that is equal on all ranks: N ranks use the same noise instead of N different ones."""
@@ -378,7 +386,7 @@ def same_noise(history: EventHistory) -> Iterable[Finding] | str:
     findings = []
     for at, drawn in lines.items():
         group = next((group for group in groups if set(group) <= drawn.keys()), None)
-        if group is None or differ({rank: drawn[rank] for rank in group}):
+        if group is None or differ({rank: drawn[rank] for rank in group}) or _takes_its_rows(place(at)):
             continue
         steps = sorted(drawn[group[0]])
         digests = [digest for each in drawn[group[0]].values() for digest in each]

@@ -104,7 +104,7 @@ def _first_of_step(number: int, one: list[StepTrace], other: list[StepTrace]) ->
     for stage in STAGES:
         for rank, (mine, yours) in enumerate(zip(one, other, strict=True)):
             pair = mine.stages.get(stage), yours.stages.get(stage)
-            if repr(pair[0]) == repr(pair[1]):
+            if repr(pair[0]) == repr(pair[1]) or (stage == "file" and _are_moved(*pair)):
                 continue
             if stage == "order":
                 return Difference(number, stage, rank, _drawn(*pair))
@@ -119,6 +119,18 @@ def _first_of_step(number: int, one: list[StepTrace], other: list[StepTrace]) ->
             if what:
                 return Difference(number, stage, rank, what, sample, detailed)
     return None
+
+
+def _are_moved(one: Mapping[Any, str], other: Mapping[Any, str]) -> bool:
+    """True if the files of all samples have the same names in both runs, below one folder each."""
+    roots = set()
+    for key in one.keys() | other.keys():
+        pair = [side.get(key, "").split("/") for side in (one, other)]
+        while len(pair[0]) > 1 and len(pair[1]) > 1 and pair[0][-1] == pair[1][-1]:
+            pair = [parts[:-1] for parts in pair]
+        roots.add(tuple(map(tuple, pair)))
+    names = [[name.rpartition("/")[2] for _, name in sorted(side.items())] for side in (one, other)]
+    return len(roots) == 1 and names[0] == names[1] and all("/" in name for name in one.values())
 
 
 def _operation(one: Any, other: Any) -> str:
