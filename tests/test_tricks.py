@@ -140,15 +140,15 @@ def test_what_a_step_sends_does_not_depend_on_the_batch():
     assert on_two("14_scaling")[:2] == [[23, 9640, 23 * 9640], [3, 9640, 3 * 9640]]
 
 
-@pytest.mark.parametrize(("wrong", "odd"), [("", []), (" --wrong", [2])])
-def test_a_probe_finds_the_rank_that_differs(wrong, odd):
+@pytest.mark.parametrize(("world", "wrong", "odd"), [(4, "", []), (4, " --wrong", [3]), (2, " --wrong", [1])])
+def test_a_probe_finds_the_rank_that_differs(world, wrong, odd):
     own, same, others, tensor = output_of(
-        f"torchrun --nproc-per-node 4 examples/tricks/15_probe.py{wrong}"
+        f"torchrun --nproc-per-node {world} examples/tricks/15_probe.py{wrong}"
     ).splitlines()
-    assert len(set(numbers(own))) == 4
-    assert len(numbers(same)) == 4
+    assert len(set(numbers(own))) == world
+    assert len(numbers(same)) == world
     assert numbers(others) == odd
-    assert tensor == ("the first tensor that differs on ranks [2]: 1.weight" if wrong else "no tensor differs")
+    assert tensor == (f"the first tensor that differs on ranks {odd}: 1.weight" if wrong else "no tensor differs")
 
 
 def test_tokens_of_short_texts_weigh_more_by_the_mean_of_means():
@@ -161,6 +161,38 @@ def test_tokens_of_short_texts_weigh_more_by_the_mean_of_means():
     assert weights[0] > 40 * weights[2]
     assert losses[0] < losses[1]
     assert apart[0] > 1
+
+
+def test_ddp_averages_the_gradients_of_ranks_that_call_it():
+    right = output_of("torchrun --nproc-per-node 2 examples/tricks/17_inside_ddp.py")
+    assert "gradient of last afterwards: [3, 6] on rank 0, [3, 6] on rank 1" in right
+    assert right.count("is sent") == 3
+    bypassed = output_of("torchrun --nproc-per-node 2 examples/tricks/17_inside_ddp.py --wrong")
+    assert "gradient of last afterwards: [2, 4] on rank 0, [4, 8] on rank 1" in bypassed
+    assert "is sent" not in bypassed
+
+
+def test_ddp_waits_for_unused_parameters_unless_it_searches_for_them():
+    script = "torchrun --nproc-per-node 2 examples/tricks/18_unused_parameters.py"
+    assert "{'a': 2.0, 'b': 3.0, 'c': None}" in output_of(script)
+    assert "step 2: RuntimeError: Expected to have finished reduction" in output_of(f"{script} --wrong")
+
+
+def test_each_block_is_gathered_twice_in_a_sharded_step():
+    lines = output_of("torchrun --nproc-per-node 2 examples/tricks/19_sharded_step.py").splitlines()
+    at = lines.index("backward")
+    assert [line for line in lines if "all_gather" in line][:3] == [line for line in lines[:at] if "all_gather" in line]
+    assert sum("all_gather" in line for line in lines[at:]) == 3
+    assert sum("reduce_scatter" in line for line in lines[at:]) == 3
+    wrong = output_of("torchrun --nproc-per-node 2 examples/tricks/19_sharded_step.py --wrong")
+    assert wrong.startswith("NotImplementedError")
+
+
+def test_details_around_a_step():
+    drawn, read, *_, zero, rates = on_two("20_details")
+    assert sorted(drawn) == sorted(read), "the sampler and the loader name the same samples"
+    assert zero == [1]
+    assert rates == [0.8, 0.2, 0.05]
 
 
 @pytest.mark.exhaustive

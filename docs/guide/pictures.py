@@ -293,6 +293,70 @@ def tokens():
     picture.save("tokens")
 
 
+def ddp():
+    picture = Picture(760, 250, "DDP averages a bucket of gradients while the backward pass computes the next one")
+    layers = ("layer 3", "layer 2", "layer 1")
+    for rank, kind in enumerate("ab"):
+        y = 50 + 125 * rank
+        picture.text(20, y + 24, f"rank {rank}", "text bold")
+        for number, layer in enumerate(layers):
+            picture.box(95 + 125 * number, y, 115, 36, kind, f"backward {layer}", "label")
+        picture.box(640, y, 100, 36, "c", "update", "label")
+    for number in range(3):
+        x = 220 + 125 * number + (20 if number == 2 else 0)
+        picture.box(x, 103, 115, 55, "d", f"all_reduce of\nbucket {number}", "label")
+        picture.arrow(210 + 125 * number, 86, x + 12, 101)
+        picture.arrow(210 + 125 * number, 175, x + 12, 160)
+    picture.line([(605, 130), (690, 130)])
+    picture.arrow(690, 130, 690, 90)
+    picture.arrow(690, 130, 690, 171)
+    picture.text(20, 25, "time", "small")
+    picture.arrow(55, 20, 740, 20)
+    picture.text(95, 238, "While a rank computes, it also sends. Only the last bucket needs more time.", "small")
+    picture.save("ddp")
+
+
+def over_time():
+    picture = Picture(
+        760, 300, "Two ranks gather block after block, compute all of them, and gather them again for the backward pass"
+    )
+    columns = [("1", "f"), ("2", "f"), ("3", "f"), ("3", "b"), ("2", "b"), ("1", "b")]
+    picture.text(110, 30, "forward", "text bold")
+    picture.text(425, 30, "backward", "text bold")
+    for rank, kind in enumerate("ab"):
+        y = 50 + 115 * rank
+        picture.text(20, y + 24, f"rank {rank}", "text bold")
+        picture.text(20, y + 44, "its samples", "small")
+        for place, (block, direction) in enumerate(columns):
+            x = 110 + 105 * place
+            picture.box(x, y, 95, 30, "d", f"gather {block}", "label")
+            picture.box(x, y + 32, 95, 30, kind, f"compute {block}", "label")
+            picture.box(x, y + 64, 95, 26, "e", f"free {block}" if direction == "f" else f"scatter {block}", "label")
+    picture.text(
+        110, 282, "Each rank computes every block, and owns half of it. Each block is gathered twice.", "small"
+    )
+    picture.save("over_time")
+
+
+def below():
+    picture = Picture(
+        760,
+        235,
+        "Twelve ranks on three machines: the rank is four times the number of the machine, plus the local rank",
+    )
+    for machine, kind in enumerate("abc"):
+        x = 20 + 245 * machine
+        picture.box(x, 45, 230, 135, "frame")
+        picture.text(x + 12, 70, f"machine {machine}", "text bold")
+        for local in range(4):
+            picture.box(x + 10 + 54 * local, 85, 48, 45, kind, f"rank\n{4 * machine + local}", "label")
+            picture.text(x + 34 + 54 * local, 150, f"local {local}", "small", "middle")
+        picture.text(x + 12, 172, "4 processes, 4 GPUs", "small")
+    picture.text(20, 25, "WORLD_SIZE=12, LOCAL_WORLD_SIZE=4", "code")
+    picture.text(20, 212, "RANK = 4 x machine + LOCAL_RANK. The GPU of a process is LOCAL_RANK.", "small")
+    picture.save("below")
+
+
 if __name__ == "__main__":
     for draw in (
         ranks,
@@ -306,5 +370,8 @@ if __name__ == "__main__":
         hanging,
         scaling,
         tokens,
+        ddp,
+        over_time,
+        below,
     ):
         draw()

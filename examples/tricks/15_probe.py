@@ -1,7 +1,7 @@
 """Probing: each rank has its own loss, so ranks are compared by the loss of one batch that all of them compute.
 
 torchrun --nproc-per-node 4 examples/tricks/15_probe.py
-torchrun --nproc-per-node 4 examples/tricks/15_probe.py --wrong   # flips a bit of a weight on rank 2
+torchrun --nproc-per-node 4 examples/tricks/15_probe.py --wrong   # flips a bit of a weight on the last rank
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ for step in range(20):
     optimizer.step()
 say(f"the loss of each rank on its own samples: {', '.join(f'{v:.4f}' for v in on_all_ranks(loss.item()))}")
 
-if wrong and rank == 2:
+if wrong and rank == world - 1:
     weight = model.module[1].weight.data
     weight.view(torch.int32)[0, 30] ^= 1 << 20
 
