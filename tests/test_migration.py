@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import LockstepError, Trainer
+from lockstep import Trainer
 from lockstep.cli.application import app
 from lockstep.cli.init import Library, page
 from lockstep.configs import config_file
@@ -187,60 +187,3 @@ def test_every_command_has_an_example():
         name for name, command in commands.items() if not (command.epilog or "").startswith("Example: lockstep")
     } == set()
     assert {name for name, command in commands.items() if name not in command.epilog} == set()
-
-
-RECIPES = {"text": "ag_news", "pictures": "segmentation", "imagenet": "imagenet", "ct": "nlst"}
-"""The recipe of each part of docs/scripts.md. Rows that name another recipe are tested with that recipe."""
-
-
-def rows_of_scripts():
-    text = (ROOT / "docs" / "scripts.md").read_text()
-    for part in text.split('<a name="')[1:]:
-        name = part.partition('"')[0]
-        rows = [row.strip(" |").split(" | ") for row in part.splitlines() if row.startswith("| ")][1:]
-        yield from ((name, ours) for _, ours in rows)
-
-
-def recipes_of(name, code):
-    """The recipes with which a key of a row can be tried."""
-    if name != "pictures":
-        return [RECIPES[name]]
-    return ["segmentation", "detection", "image_folder"]
-
-
-def accepts(recipe, key):
-    evaluated = ["train.eval_every_epochs=1"]
-    batch = ["batch.global=null"] if key.startswith(("batch.per_rank", "batch.accumulate")) else []
-    batch += ["batch.per_rank=8"] if key.startswith("batch.accumulate") else []
-    batch += ["batch.per_rank=null", "batch.accumulate=null"] if key.startswith("batch.global") else []
-    batch += ["schedule.warmup_share=null"] if key.startswith("schedule.warmup_steps") else []
-    try:
-        config_file.load(recipe, [*evaluated, *batch, key])
-    except LockstepError as error:
-        return str(error)
-    return ""
-
-
-def test_our_side_of_every_row_about_scripts_is_accepted(call):
-    keys, commands = 0, 0
-    for name, ours in rows_of_scripts():
-        for code in re.findall(r"`([^`]+)`", ours):
-            words = shlex.split(code) if code.startswith("lockstep ") else [code]
-            if words[0] == "lockstep":
-                done = call(words[1], "--help")
-                assert done.exit_code == 0, code
-                options = [word for word in words if word.startswith("--")]
-                assert all(option in done.stdout for option in options), code
-                commands += 1
-            recipe = words[2] if words[:2] == ["lockstep", "train"] and not words[2].endswith(".yaml") else None
-            for word in words:
-                key = re.fullmatch(r"((?:[a-z_]+\.)+[a-z_0-9]+|precision)=(.+)", word, re.DOTALL)
-                if not key:
-                    continue
-                value = shlex.split(key[2])[0] if key[2].startswith('"') else key[2]
-                tried = [recipe] if recipe else recipes_of(name, code)
-                faults = [accepts(one, f"{key[1]}={value}") for one in tried]
-                assert not all(faults), (code, faults)
-                keys += 1
-    assert keys > 60
-    assert commands > 10
