@@ -257,7 +257,7 @@ def test_the_command_shows_a_step_and_writes_numbers_and_a_trace(tmp_path, monke
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "Missing option '--step'"),
+        ([], "a run has many steps"),
         (["--step", "5", "--json", "nowhere/x.json"], "cannot be written: there is no such folder"),
         (["--step", "5", "--profile", "nowhere/x.json"], "cannot be written: there is no such folder"),
         (["--step", "5", "--profile", "config.yaml"], "the run has such a file, which would be lost"),

@@ -20,7 +20,7 @@ from lockstep.core.data.dataset import forward, member_of, name_of
 from lockstep.core.data.device_copies import Copy, DeviceCopies
 from lockstep.core.data.handover import Failure
 from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
-from lockstep.core.data.randomness import SampleSeeding, restored_generators
+from lockstep.core.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.core.data.tensors import pinned
 from lockstep.core.data.worker_memory import Growth
@@ -165,7 +165,7 @@ class MicroBatches(Dataset[MicroBatch]):
         if not samples:
             samples, read = self._substitute(plan)
         if self.collates:
-            self.seeding.seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE))
+            seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE), self.seeding.private)
         try:
             batch = self.task.collate(samples)
         except Exception as raised:

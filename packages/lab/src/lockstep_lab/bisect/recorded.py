@@ -134,7 +134,7 @@ def _by_step(entries: Sequence[Mapping[str, float]]) -> dict[int, dict[str, floa
 
 
 def first_checkpoint(one: RecordedRun, other: RecordedRun) -> tuple[int, str] | None:
-    """The first step of which both have a checkpoint that differs, and how. None: no checkpoint differs."""
+    """The first step whose checkpoints differ, and how. None: no checkpoint differs."""
     mine, yours = one.checkpoints, other.checkpoints
     for step in sorted(mine.keys() & yours.keys()):
         if what := _tensors(mine[step], yours[step]):

@@ -191,7 +191,7 @@ def is_record(value: Any) -> bool:
 
 
 def is_digest(value: Any) -> bool:
-    """True for what stands for the numbers of a tensor, whose values say nothing to people."""
+    """True for the digest of a tensor, whose values say nothing to people."""
     return isinstance(value, TensorDigest)
 
 

@@ -37,7 +37,7 @@ class EvaluatedRun:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ResultDifference:
     """How a result of the other training differs from that of the first."""
 
     name: str
@@ -71,7 +71,7 @@ class Difference:
         return 2 * (1 - _cumulative(abs(self.value) / self.error, self.freedom))
 
 
-def differences(first: Sequence[EvaluatedRun], other: Sequence[EvaluatedRun]) -> list[Difference]:
+def differences(first: Sequence[EvaluatedRun], other: Sequence[EvaluatedRun]) -> list[ResultDifference]:
     """The differences of all results that all runs have.
 
     Args:
@@ -82,7 +82,7 @@ def differences(first: Sequence[EvaluatedRun], other: Sequence[EvaluatedRun]) ->
     return [_difference(name, first, other) for name in names]
 
 
-def _difference(name: str, first: Sequence[EvaluatedRun], other: Sequence[EvaluatedRun]) -> Difference:
+def _difference(name: str, first: Sequence[EvaluatedRun], other: Sequence[EvaluatedRun]) -> ResultDifference:
     means, without, spread = [], [], 0.0
     for runs in (first, other):
         values = np.array([one.full[name] for one in runs])
@@ -96,10 +96,10 @@ def _difference(name: str, first: Sequence[EvaluatedRun], other: Sequence[Evalua
     total = of_samples + of_seeds
     shares = of_samples**2 / (parts - 1) + (of_seeds**2 / repeated if repeated else 0.0)
     freedom = total**2 / shares if shares else parts - 1.0  # Welch and Satterthwaite
-    return Difference(name, means[0], means[1], math.sqrt(total), freedom, first[0].better.get(name, 0))
+    return ResultDifference(name, means[0], means[1], math.sqrt(total), freedom, first[0].better.get(name, 0))
 
 
-def verdicts(found: Sequence[Difference], main: str) -> dict[str, str]:
+def verdicts(found: Sequence[ResultDifference], main: str) -> dict[str, str]:
     """`better`, `worse` or `different` for each result whose difference is more than chance; others are not here.
 
     The main result is judged by itself. The others are judged together, by the method of Holm ("A Simple Sequentially

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core.errors import UsageError, number_of
-from lockstep_lab.report.intervals import Difference, EvaluatedRun, differences, verdicts
+from lockstep_lab.report.intervals import EvaluatedRun, ResultDifference, differences, verdicts
 from lockstep_lab.report.page import number_text
 from lockstep_lab.report.run import RunSummary
 
@@ -35,7 +35,7 @@ class Judgement:
 
     first: RepeatedTraining
     other: RepeatedTraining
-    found: list[Difference]
+    found: list[ResultDifference]
     words: dict[str, str]
     """See `intervals.verdicts`."""
     main: str

@@ -78,7 +78,7 @@ def test_wrong_options_are_errors_of_the_config(keys, message):
 
 @pytest.mark.parametrize(
     ("epochs", "sizes"),
-    [(16, {0: 160, 11: 160, 13: 192}), (32, {0: 160, 22: 160, 26: 192}), (1, {0: 192}), (2, {0: 160, 1: 192})],
+    [(16, {0: 160, 12: 192}), (32, {0: 160, 24: 192}), (1, {0: 192}), (2, {0: 160, 1: 192})],
 )
 def test_shares_of_the_training_follow_the_number_of_epochs_and_the_config_keeps_epochs(epochs, sizes):
     config = config_file.load("imagenet", ["data.train=x", f"train.epochs={epochs}"])
