@@ -301,7 +301,7 @@ CHANGES = {
     "seed": (config(seed=1), "order", "seed: 0 against 1", "the order of the samples"),
     "flipped weight": (code("self.calls += 1", FLIP), "moved", "Mine.loss", "the weights, which change"),
     # The hook counts its calls, so it acts at a different step when the run continues from a checkpoint.
-    "flipped gradient": (code("def model(self):", HOOK), "gradient", "Mine.model", "does not compute its own log again"),
+    "flipped gradient": (code("def model(self):", HOOK), "gradient", "Mine.model", "does not compute its own"),
     "global batch": (config(batch={"global": 18}), "order", "batch.global: 12 against 18", "12 samples against 18"),
     "augmentation": (code("array.flip(1)", "array.flip(0)"), "prepared", "Mine.prepare", "the prepared sample"),
     "learning rate": (config(optim={"lr": 0.02}), "settings", "optim.lr: 0.01 against 0.02", "the settings"),

@@ -121,8 +121,10 @@ def _first_of_step(number: int, one: list[StepTrace], other: list[StepTrace]) ->
     return None
 
 
-def _are_moved(one: Mapping[Any, str], other: Mapping[Any, str]) -> bool:
+def _are_moved(one: Any, other: Any) -> bool:
     """True if the files of all samples have the same names in both runs, below one folder each."""
+    if not one or not other:
+        return False
     roots = set()
     for key in one.keys() | other.keys():
         pair = [side.get(key, "").split("/") for side in (one, other)]
