@@ -67,7 +67,7 @@ def codes():
 CODES = list(dict.fromkeys(codes()))
 KEYS = [(part, code) for part, code in CODES if KEY.fullmatch(code)]
 COMMANDS = sorted({code for _, code in CODES if code.startswith("lockstep ")})
-COMMANDS += re.findall(r"^    (lockstep [^$]*)$", PAGE, re.MULTILINE)
+COMMANDS += re.findall(r"^    (lockstep [^$\n]*)$", PAGE, re.MULTILINE)
 
 
 def groups():
@@ -147,7 +147,7 @@ def run(command):
         *words[: place + 1],
         *small,
         *mine,
-        *(["--steps", "5"] if words[0] == "tune" else ["train.epochs=null", "train.steps=2"]),
+        *(["--steps", "10"] if words[0] == "tune" else ["train.epochs=null", "train.steps=2"]),
     )
 
 
