@@ -147,7 +147,7 @@ def run(command):
         *words[: place + 1],
         *small,
         *mine,
-        *(["--steps", "5"] if words[0] == "tune" else ["train.epochs=null", "train.steps=2"]),
+        *(["--steps", "10"] if words[0] == "tune" else ["train.epochs=null", "train.steps=2"]),
     )
 
 
