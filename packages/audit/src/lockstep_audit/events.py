@@ -189,7 +189,7 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             began_clear (the same, also if parameters changed), sum_of
                                                             (numbers whose sum the loss is), reduced: {at, elements,
                                                             ranks, divisor, times} of a sum over ranks in the loss,
-                                                            one_of (it is a mean of so many, and one has a gradient).
+                                                            one_of (it is a mean of this many, and one has a gradient).
                                                             rescaled (the one factor of all gradients between the last
                                                             backward pass and a clip or the step), rounded: {name:
                                                             [values with a gradient, those that stayed the same]} of

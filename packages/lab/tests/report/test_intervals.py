@@ -1,5 +1,6 @@
 """`lockstep compare --evaluate`: results without parts of the samples, their intervals, and the verdict."""
 
+import itertools
 import math
 import shutil
 
@@ -41,6 +42,18 @@ def test_the_interval_of_a_mean_is_that_of_a_paired_t_test():
     error = changes.std(ddof=1) / math.sqrt(30)
     assert found.interval == pytest.approx((changes.mean() - 2.04523 * error, changes.mean() + 2.04523 * error))
     assert found.freedom == 29
+
+
+def test_a_result_that_a_part_leaves_without_a_value_has_no_verdict():
+    one, other = of_values(np.zeros(10)), of_values(np.ones(10))
+    one.without[NAME][3] = float("nan")  # such as the only sample of a class
+    found = differences([one], [other])
+    assert np.isnan(found[0].interval).all()
+    assert verdicts(found, NAME) == {}
+
+
+def test_there_is_a_letter_for_each_of_many_trainings():
+    assert list(itertools.islice(judgement._letters(), 24, 28)) == ["Y", "Z", "A2", "B2"]
 
 
 def test_a_verdict_names_the_direction_that_a_result_knows():

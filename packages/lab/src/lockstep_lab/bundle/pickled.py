@@ -99,7 +99,7 @@ def load(file: str, device: torch.device) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(file, map_location=device, weights_only=False)
     except (pickle.UnpicklingError, ImportError, AttributeError, TypeError) as error:
         what = f"the content of the bundle cannot be loaded: {type(error).__name__}: {error}"
-        remedy = "use the versions with which it was written, which `bundle.json` in the archive names"
+        remedy = "use the versions that `bundle.json` in the archive names"
         raise UsageError(what, where="bundle", remedy=remedy) from error
     return found
 

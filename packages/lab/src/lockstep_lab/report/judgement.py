@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import string
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def judge(
         LockstepError: a run cannot be evaluated.
     """
     trainings = []
-    for letter, places in zip(string.ascii_uppercase, _by_training(runs), strict=False):
+    for letter, places in zip(_letters(), _by_training(runs), strict=False):
         evaluated = []
         for place in places:
             print(f"evaluating {labels[place]}", file=sys.stderr)
@@ -107,6 +108,12 @@ def judge(
         found.sort(key=lambda one: one.name != main)
         judged.append(Judgement(first, other, found, verdicts(found, main), main))
     return trainings, judged
+
+
+def _letters() -> Iterator[str]:
+    """A, B, ..., Z, A2, B2, ..."""
+    for turn in itertools.count(1):
+        yield from (letter + str(turn) * (turn > 1) for letter in string.ascii_uppercase)
 
 
 def lines(trainings: Sequence[RepeatedTraining]) -> list[str]:

@@ -24,7 +24,7 @@ _USUAL = {  # by check: the usual cause, and the check that narrows it down
 
 
 def target(config: Mapping[str, Any]) -> str:
-    """The target with which the command line names a training."""
+    """The target that names a training on the command line."""
     kind = str(config["task"].get("kind", ""))
     return kind if ".py:" in kind else str(config["name"])
 
