@@ -23,12 +23,20 @@ class EpochLines(BuiltInPart):
         intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
         header: the task's text on an epoch, counted from 0.
         has_lines: whether epochs have lines. Additional parameters always have.
+        shows_starts: whether each start of an epoch has a line. Otherwise only the starts have that `header` describes.
     """
 
     def __init__(
-        self, plan: StepPlan, intervals: Intervals, header: Callable[[int], str], *, has_lines: bool = True
+        self,
+        plan: StepPlan,
+        intervals: Intervals,
+        header: Callable[[int], str],
+        *,
+        has_lines: bool = True,
+        shows_starts: bool = True,
     ) -> None:
-        self.plan, self.intervals, self.header, self.has_lines = plan, intervals, header, has_lines
+        self.plan, self.intervals, self.header = plan, intervals, header
+        self.has_lines, self.shows_starts = has_lines, shows_starts
 
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -73,14 +81,12 @@ class EpochLines(BuiltInPart):
             training.window.epoch_results()
         self.ends_at = min((epoch + 1) * per_epoch, training.last_step)
         self.begun_at, self.begun = done, time.perf_counter()
-        if self.has_lines and training.rank == 0:
+        header = self.header(epoch) if self.has_lines and training.rank == 0 else ""
+        if header or (self.has_lines and self.shows_starts and training.rank == 0):
             first = epoch * per_epoch
             verb = "starts" if done == first else f"resumes after step {done}"
-            parts = [
-                f"steps {first + 1} to {self.ends_at}",
-                f"learning rate {_rate(training.state, done):.4g}",
-                self.header(epoch),
-            ]
+            rate = f"learning rate {_rate(training.state, done):.4g}"
+            parts = [f"steps {first + 1} to {self.ends_at}", rate, header]
             training.tell(f"{self._name(training, epoch)} {verb}: {', '.join(part for part in parts if part)}")
 
     def _end(self, training: Training, results: Mapping[str, float]) -> None:
@@ -105,6 +111,7 @@ class EpochLines(BuiltInPart):
         is_first = training.step == self.begun_at  # a resumed run evaluates first
         duration = "" if is_first else f" after {time.perf_counter() - self.begun:.1f} s"
         if parts:
+            parts.append(f"learning rate {_rate(training.state, training.step - 1):.4g}")
             training.tell(f"{self._name(training, epoch)} ends{duration}: {'; '.join(parts)}")
 
     def _name(self, training: Training, epoch: int) -> str:

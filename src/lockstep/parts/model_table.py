@@ -25,6 +25,8 @@ class ModelTrace:
     """Shape of the output of each module's last call, by the module's name. The model itself is called ``."""
     flops: dict[str, int] = field(default_factory=dict)
     """Floating-point operations of all calls of each module, by the module's name."""
+    total: int = 0
+    """Floating-point operations of the whole pass. Some of them may be outside of the call of the model itself."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """Arguments of the first call of the model itself. None: it was not called, only parts of it."""
 
@@ -40,6 +42,7 @@ def trace(model: nn.Module, call: Callable[[], object]) -> ModelTrace:
     found = ModelTrace()
     with FlopCounterMode(display=False) as counter, _watched(model, found, counter.get_total_flops):
         call()
+        found.total = counter.get_total_flops()
     return found
 
 
@@ -99,13 +102,13 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
         "them trainable"
     ]
     if found is not None:
-        total = found.flops.get("", max(found.flops.values(), default=0))
         lines += [
-            f"One sample takes {_operations(total)}FLOP in a forward pass. Matrix products, convolutions and attention",
+            f"One sample takes {_operations(found.total)}FLOP in a forward pass. Matrix products, convolutions and attention",
             "count, a multiplication and an addition as two. Outputs are those of a batch of one sample.",
         ]
     lines += [note] if note else []
     rows = [("layer", "kind", "output", "parameters", "FLOP")]
+    flops = found.flops | {"": found.total} if found else {}
     for name, module in model.named_modules():
         depth = name.count(".") + 1 if name else 0
         rows.append(
@@ -114,7 +117,7 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
                 type(module).__name__,
                 found.outputs.get(name, "") if found else "",
                 f"{sum(p.numel() for p in module.parameters()):,}",
-                _operations(found.flops[name]) if found and found.flops.get(name) else "",
+                _operations(flops[name]) if flops.get(name) else "",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
