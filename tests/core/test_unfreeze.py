@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.core.blocks import find_blocks
+from lockstep.core.config.sections import TrainConfig
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.unfreeze import Stage, Unfreezing
 from tests import own_tasks, runs
@@ -36,7 +37,7 @@ def unfreezing_of(model, stages):
 
 
 def config_of(unfreeze):
-    return runs.config(train={"unfreeze": unfreeze}).train.unfreeze
+    return TrainConfig(epochs=1, unfreeze=unfreeze).unfreeze
 
 
 def trainable(model):
@@ -165,7 +166,7 @@ def test_words_name_the_end_of_a_model_of_any_depth(word):
 
 
 def test_short_form_is_a_stage_for_each_epoch():
-    short = config_of({"0": "head", 1: "last 1", 2.5: ["body.*", "top.*"], 3: "all"})
+    short = config_of({0: "head", 1: "last 1", 2.5: ["body.*", "top.*"], 3: "all"})
     assert [(stage.epoch, stage.match) for stage in short] == [
         (0, ["head"]),
         (1, ["last 1"]),
@@ -184,9 +185,9 @@ def test_words_that_no_part_of_the_model_answers_are_named():
     blocks = [*find_blocks(Deep())]
     for word, model, found in (
         ("last 4", Deep(), "the model has 3 repeated blocks, so there is no 'last 4'"),
-        ("last 0", Deep(), "no parameter matches 'last 0'"),
-        ("lasts 2", Deep(), "no parameter matches 'lasts 2'"),
-        ("head", Deep().body, "no parameter matches 'head'"),
+        ("last 0", Deep(), "no parameter matches ['last 0']"),
+        ("lasts 2", Deep(), "no parameter matches ['lasts 2']"),
+        ("head", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "no parameter matches ['head']"),
         ("head", nn.Linear(2, 2), "the model has 0 repeated blocks, so there is no 'head'"),
     ):
         names = blocks if isinstance(model, Deep) else [*find_blocks(model)]

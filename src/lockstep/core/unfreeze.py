@@ -71,9 +71,12 @@ class Unfreezing:
         for stage in stages:
             step = stage.begins(steps_per_epoch)
             self._patterns.setdefault(step, []).extend(stage.match)
-            for pattern in stage.match:
-                for name in self._matching(pattern, blocks):
-                    self._since[name] = min(step, self._since.get(name, step))
+            found = {pattern: self._matching(pattern, blocks) for pattern in stage.match}
+            if unused := [pattern for pattern in stage.match if not found[pattern]]:
+                remedy = f"use patterns over the model's parameter names, such as: {', '.join([*self._names][:8])}"
+                raise UsageError(f"no parameter matches {unused}", where="train.unfreeze", remedy=remedy)
+            for name in set().union(*found.values()):
+                self._since[name] = min(step, self._since.get(name, step))
         self.steps = frozenset(self._since.values())
         """Steps at which some parameter becomes trainable."""
 
@@ -83,9 +86,6 @@ class Unfreezing:
         found = [name for name, names in self._names.items() if matches(names, [pattern])]
         if word and not found:
             found = [*self._names] if word[1] else self._end(blocks, None if word[2] else int(word[3]))
-        if not found:
-            remedy = f"use patterns over the model's parameter names, such as: {', '.join([*self._names][:8])}"
-            raise UsageError(f"no parameter matches {pattern!r}", where="train.unfreeze", remedy=remedy)
         return found
 
     def _end(self, blocks: Sequence[str], last: int | None) -> list[str]:

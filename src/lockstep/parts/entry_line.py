@@ -29,7 +29,7 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
         for name in entry
         if name not in names and (name in _SHORT or not (name.startswith(_HIDDEN) or "/level-" in name))
     ]
-    for name in _shown(names, entry):
+    for name in shown(names, entry):
         if name == "train/wait_share":
             parts.append(f"wait {entry[name]:.0%}")
         elif name == "train/tflops_per_s":
@@ -50,10 +50,10 @@ def _speed(tflops: float) -> str:
 
 def results_text(results: Mapping[str, float]) -> str:
     """Results of an evaluation: `loss 0.1234  accuracy 0.98 ...`, with the omissions of `entry_line`."""
-    return "  ".join(f"{name.removeprefix('eval/')} {_number(results[name])}" for name in _shown(results, results))
+    return "  ".join(f"{name.removeprefix('eval/')} {_number(results[name])}" for name in shown(results, results))
 
 
-def _shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
+def shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
     """The names without members of large families, ends of intervals, and zero counters."""
     families = Counter(_family(name) for name in entry)
     for name in names:

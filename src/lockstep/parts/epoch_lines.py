@@ -11,6 +11,7 @@ from lockstep.core.errors import number_of
 from lockstep.core.loop import Intervals
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
+from lockstep.parts.entry_line import shown
 
 _COUNTS = ("/samples", "/bad", "/of_samples")  # of each set of evaluation data
 
@@ -105,9 +106,9 @@ class EpochLines(BuiltInPart):
             which = "" if whole else f" (of the last {number_of(steps, 'step')})"
             shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
             parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
-        shown = {name: value for name, value in results.items() if not name.endswith(_COUNTS) and "/loss/" not in name}
-        if shown:
-            parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
+        names = [name for name in shown(results, results) if not name.endswith(_COUNTS) and "/loss/" not in name]
+        if names:
+            parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {results[name]:.4g}" for name in names))
         is_first = training.step == self.begun_at  # a resumed run evaluates first
         duration = "" if is_first else f" after {time.perf_counter() - self.begun:.1f} s"
         if parts:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FILE = run_folder.MODEL_TABLE
+_RANKS_SHOWN = 8
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -121,7 +122,33 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join([*lines, "", *(_row(row, widths) for row in rows), ""])
+    return "\n".join([*lines, "", *(_row(row, widths) for row in rows), *_shards(model), ""])
+
+
+def _shards(model: nn.Module) -> list[str]:
+    """A table with the rows of each sharded parameter that each rank holds. Empty: no parameter is sharded."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    rows = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+                if isinstance(placement, Shard):
+                    rows.append((name, _shape(parameter), _rows_by_rank(parameter.shape[placement.dim], ranks)))
+    if not rows:
+        return []
+    rows.insert(0, ("sharded parameter", "shape", "rows by rank"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return ["", *(_row(row, widths) for row in rows)]
+
+
+def _rows_by_rank(rows: int, ranks: int) -> str:
+    """`3, 3, 3, 1` for 10 rows on 4 ranks, as `torch.chunk` deals them. More than 8 ranks are counted: `3 on 9 ranks`."""
+    each = -(-rows // ranks)
+    held = [min(each, max(0, rows - rank * each)) for rank in range(ranks)]
+    if ranks <= _RANKS_SHOWN:
+        return ", ".join(map(str, held))
+    return ", ".join(f"{count} on {number_of(held.count(count), 'rank')}" for count in dict.fromkeys(held))
 
 
 def _row(row: tuple[str, ...], widths: list[int]) -> str:
