@@ -24,7 +24,8 @@ class EpochLines(BuiltInPart):
         intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
         header: the task's text on an epoch, counted from 0.
         has_lines: whether epochs have lines. Additional parameters always have.
-        shows_starts: whether each start of an epoch has a line. Otherwise only the starts have that `header` describes.
+        shows_starts: whether each start of an epoch has a line. Otherwise only starts with another `header` than that of
+            the epoch before have one.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class EpochLines(BuiltInPart):
             training.window.epoch_results()
         self.ends_at = min((epoch + 1) * per_epoch, training.last_step)
         self.begun_at, self.begun = done, time.perf_counter()
-        header = self.header(epoch) if self.has_lines and training.rank == 0 else ""
-        if header or (self.has_lines and self.shows_starts and training.rank == 0):
+        if not self.has_lines or training.rank:
+            return
+        header = self.header(epoch)
+        if self.shows_starts or header != (self.header(epoch - 1) if epoch else ""):
             first = epoch * per_epoch
             verb = "starts" if done == first else f"resumes after step {done}"
             rate = f"learning rate {_rate(training.state, done):.4g}"
