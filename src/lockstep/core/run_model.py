@@ -98,9 +98,7 @@ def build_model(
     blocks = find_blocks(model, parallel.shard_modules)
     unfreezing = None
     if steps_per_epoch is not None:
-        unfreezing = _unfreezing(
-            config, task, model, list(blocks), steps_per_epoch=steps_per_epoch, step=step
-        )
+        unfreezing = _unfreezing(config, task, model, list(blocks), steps_per_epoch=steps_per_epoch, step=step)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)

@@ -44,9 +44,7 @@ def stages_of(value: Any) -> Any:
     """Stages from their short form: patterns or words by epoch, such as `{0: head, 1: last 2, 3: all}`."""
     if not isinstance(value, Mapping):
         return value
-    return [
-        {"epoch": epoch, "match": [match] if isinstance(match, str) else match} for epoch, match in value.items()
-    ]
+    return [{"epoch": epoch, "match": [match] if isinstance(match, str) else match} for epoch, match in value.items()]
 
 
 class Unfreezing:
@@ -91,7 +89,9 @@ class Unfreezing:
     def _end(self, blocks: Sequence[str], last: int | None) -> list[str]:
         """The parameters of the last blocks and of everything after them. `last` is None: those of the head."""
         if len(blocks) < (last or 1):
-            remedy = "use fewer, or patterns over names of parameters, or set parallel.shard_modules to patterns of blocks"
+            remedy = (
+                "use fewer, or patterns over names of parameters, or set parallel.shard_modules to patterns of blocks"
+            )
             what = f"last {last}" if last else "head"
             found = f"the model has {number_of(len(blocks), 'repeated block')}"
             raise UsageError(f"{found}, so there is no {what!r}", where="train.unfreeze", remedy=remedy)

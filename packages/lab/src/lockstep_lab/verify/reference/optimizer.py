@@ -194,7 +194,9 @@ class ReferenceOptimizer:
         for stage in self.config["train"]["unfreeze"]:
             start = stage["step"] or math.ceil(Fraction(str(stage["epoch"] or 0)) * self.steps_per_epoch)
             for name, names in self._names.items():
-                if _matches(names, stage["match"]) or name in _named_by_words(stage["match"], list(self.copies), blocks):
+                if _matches(names, stage["match"]) or name in _named_by_words(
+                    stage["match"], list(self.copies), blocks
+                ):
                     steps[name] = min(start, steps.get(name, start))
         return steps
 
