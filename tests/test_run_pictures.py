@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import re
 import random
+import re
 
 import numpy as np
 import pytest
