@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.parts.model_table import _rows_by_rank, table, trace
+from lockstep.core.parallel.sharded_tensor import chunks
+from lockstep.parts.model_table import _counted, table, trace
 
 
 class Branches(nn.Module):
@@ -55,8 +56,12 @@ def test_model_of_which_only_parts_are_called_has_no_arguments():
     assert "One sample takes 32 FLOP" in table(model, found)
 
 
-def test_rows_of_ranks_are_those_of_chunks():
+def test_rows_of_many_ranks_are_counted():
+    assert _counted([3, 3, 3, 1]) == "3, 3, 3, 1"
+    assert _counted(chunks(100, 16)) == "7 on 14 ranks, 2 on 1 rank, 0 on 1 rank"
+
+
+def test_chunks_are_those_of_torch():
     for rows, ranks in ((10, 4), (8, 4), (3, 4), (5, 2), (1, 8), (17, 8)):
-        chunks = [len(chunk) for chunk in torch.zeros(rows).chunk(ranks)]
-        assert _rows_by_rank(rows, ranks) == ", ".join(map(str, chunks + [0] * (ranks - len(chunks))))
-    assert _rows_by_rank(100, 16) == "7 on 14 ranks, 2 on 1 rank, 0 on 1 rank"
+        expected = [len(chunk) for chunk in torch.zeros(rows).chunk(ranks)]
+        assert chunks(rows, ranks) == expected + [0] * (ranks - len(expected))

@@ -21,9 +21,9 @@ class Stage(Section):
     """Parameters that are frozen until the beginning of an epoch, or until a step."""
 
     match: Annotated[list[str], Field(min_length=1)]
-    """Patterns of parameter names, with `*` and `?`, or the words `head`, `last N` and `all`. A tied parameter goes by all
-    its names. `last N` contains the last N of the model's repeated blocks and everything after them. `head` contains what
-    is after the blocks and outside of the module that contains them."""
+    """Patterns of parameter names, with `*` and `?`, or the words `head`, `last N` and `all`. A tied parameter goes by
+    all its names. `last N` contains the last N of the model's repeated blocks and everything after them. `head`
+    contains what is after the blocks and outside of the module that contains them."""
     epoch: Annotated[float, Field(ge=0)] | None = None
     """Epochs, counted from 0, before the parameters train."""
     step: PositiveInt | None = None

@@ -15,9 +15,9 @@ _HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     """`step 100/690  epoch 4.35  loss 0.1234 ...`.
 
-    Zero counters are left out. So are memory (except its peak), the times of each rank, learning rates by depth, the ends
-    of intervals (`eval/auc_low`, `eval/auc_high`), and results such as `eval/auc/QUESTION` of more than 6 questions.
-    metrics.jsonl has them.
+    Zero counters are left out. So are memory (except its peak), the times of each rank, learning rates by depth, the
+    ends of intervals (`eval/auc_low`, `eval/auc_high`), and results such as `eval/auc/QUESTION` of more than 6
+    questions. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
     all_names = list(entry)

@@ -24,8 +24,8 @@ class EpochLines(BuiltInPart):
         intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
         header: the task's text on an epoch, counted from 0.
         has_lines: whether epochs have lines. Additional parameters always have.
-        shows_starts: whether each start of an epoch has a line. Otherwise only starts with another `header` than that of
-            the epoch before have one.
+        shows_starts: whether each start of an epoch has a line. Otherwise only a start with another `header` than that
+            of the epoch before has one.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core import run_folder
 from lockstep.core.errors import number_of
+from lockstep.core.parallel import sharded_tensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,8 +105,8 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
     ]
     if found is not None:
         lines += [
-            f"One sample takes {_operations(found.total)}FLOP in a forward pass. Matrix products, convolutions and attention",
-            "count, a multiplication and an addition as two. Outputs are those of a batch of one sample.",
+            f"One sample takes {_operations(found.total)}FLOP in a forward pass. Matrix products, convolutions and",
+            "attention count, a multiplication and an addition as two. Outputs are those of a batch of one sample.",
         ]
     lines += [note] if note else []
     rows = [("layer", "kind", "output", "parameters", "FLOP")]
@@ -127,14 +128,10 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
 
 def _shards(model: nn.Module) -> list[str]:
     """A table with the rows of each sharded parameter that each rank holds. Empty: no parameter is sharded."""
-    from torch.distributed.tensor import DTensor, Shard
-
     rows = []
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-                if isinstance(placement, Shard):
-                    rows.append((name, _shape(parameter), _rows_by_rank(parameter.shape[placement.dim], ranks)))
+        if held := sharded_tensor.rows_by_rank(parameter):
+            rows.append((name, _shape(parameter), _counted(held)))
     if not rows:
         return []
     rows.insert(0, ("sharded parameter", "shape", "rows by rank"))
@@ -142,11 +139,9 @@ def _shards(model: nn.Module) -> list[str]:
     return ["", *(_row(row, widths) for row in rows)]
 
 
-def _rows_by_rank(rows: int, ranks: int) -> str:
-    """`3, 3, 3, 1` for 10 rows on 4 ranks, as `torch.chunk` deals them. More than 8 ranks are counted: `3 on 9 ranks`."""
-    each = -(-rows // ranks)
-    held = [min(each, max(0, rows - rank * each)) for rank in range(ranks)]
-    if ranks <= _RANKS_SHOWN:
+def _counted(held: list[int]) -> str:
+    """`3, 3, 3, 1`; more than 8 ranks are counted: `3 on 9 ranks`."""
+    if len(held) <= _RANKS_SHOWN:
         return ", ".join(map(str, held))
     return ", ".join(f"{count} on {number_of(held.count(count), 'rank')}" for count in dict.fromkeys(held))
 

@@ -193,10 +193,9 @@ class ReferenceOptimizer:
         steps: dict[str, int] = {}
         for stage in self.config["train"]["unfreeze"]:
             start = stage["step"] or math.ceil(Fraction(str(stage["epoch"] or 0)) * self.steps_per_epoch)
+            named = _named_by_words(stage["match"], list(self.copies), blocks)
             for name, names in self._names.items():
-                if _matches(names, stage["match"]) or name in _named_by_words(
-                    stage["match"], list(self.copies), blocks
-                ):
+                if name in named or _matches(names, stage["match"]):
                     steps[name] = min(start, steps.get(name, start))
         return steps
 

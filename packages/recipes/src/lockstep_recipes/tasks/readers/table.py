@@ -231,7 +231,7 @@ def _read_parquet(path: Path) -> Table:
 
 
 def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
-    """The columns of a Parquet file that contain class numbers, with the names of the classes, as `datasets` writes them."""
+    """The columns with class numbers of a Parquet file that `datasets` wrote, with the names of the classes."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError):
