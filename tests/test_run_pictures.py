@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -181,6 +182,11 @@ def test_same_samples_with_their_outputs_on_any_number_of_ranks(kind, tmp_path):
         assert np.allclose([part[2] for part in other], [part[2] for part in first], atol=1e-5)
     text = (tmp_path / "2fsdp" / "model.txt").read_text()
     assert "each rank holds only a shard" in text
+    assert re.search(r"^sharded parameter +shape +rows by rank$", text, re.MULTILINE)
+    shards = text[text.index("sharded parameter") :].splitlines()[1:]
+    for line in shards:
+        _, *shape, first, second = re.split(r" x |, | +", line.strip())
+        assert int(shape[0]) == int(first) + int(second), line
     assert "Linear" in text
 
 

@@ -2,12 +2,15 @@
 
 import itertools
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lockstep.core.blocks import find_blocks
+from lockstep.core.config.sections import TrainConfig
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.unfreeze import Stage, Unfreezing
 from tests import own_tasks, runs
@@ -31,6 +34,10 @@ def stage_at(step, match):
 
 def unfreezing_of(model, stages):
     return Unfreezing(model, stages, steps_per_epoch=1)
+
+
+def config_of(unfreeze):
+    return TrainConfig(epochs=1, unfreeze=unfreeze).unfreeze
 
 
 def trainable(model):
@@ -124,6 +131,68 @@ def test_a_tied_parameter_goes_by_all_its_names():
         assert any(one is model.head.weight for one in unfreezing.begin(3)[1]), name
         with pytest.raises(UsageError, match="trains from step 3 on, and the task needs head"):
             unfreezing.check_frozen({"head.weight": 4})
+
+
+class Deep(nn.Module):
+    """An embedding, three blocks and a norm in a body, and a head of two layers outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Module()
+        self.body.embedding = nn.Linear(2, 2)
+        self.body.blocks = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.body.norm = nn.LayerNorm(2)
+        self.middle, self.top = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+HEAD = ["middle.weight", "middle.bias", "top.weight", "top.bias"]
+NORM = ["body.norm.weight", "body.norm.bias"]
+ENDS = {
+    "head": HEAD,
+    "last 1": ["body.blocks.2.weight", *NORM, *HEAD],
+    "last 3": ["body.blocks.0.weight", "body.blocks.1.weight", "body.blocks.2.weight", *NORM, *HEAD],
+    "all": [name for name, _ in Deep().named_parameters()],
+}
+
+
+@pytest.mark.parametrize("word", ENDS)
+def test_words_name_the_end_of_a_model_of_any_depth(word):
+    model = Deep()
+    unfreezing = Unfreezing(model, [Stage(match=[word], epoch=2)], 1, [*find_blocks(model)])
+    unfreezing.apply(1)
+    assert trainable(model) == [name for name in ENDS["all"] if name not in ENDS[word]]
+    unfreezing.apply(2)
+    assert trainable(model) == ENDS["all"]
+
+
+def test_short_form_is_a_stage_for_each_epoch():
+    short = config_of({0: "head", 1: "last 1", 2.5: ["body.*", "top.*"], 3: "all"})
+    assert [(stage.epoch, stage.match) for stage in short] == [
+        (0, ["head"]),
+        (1, ["last 1"]),
+        (2.5, ["body.*", "top.*"]),
+        (3, ["all"]),
+    ]
+    model = Deep()
+    unfreezing = Unfreezing(model, short, 10, [*find_blocks(model)])
+    assert unfreezing.steps == {0, 10, 25}
+    for step, expected in ((0, HEAD), (10, ENDS["last 1"]), (25, ENDS["all"])):
+        unfreezing.apply(step)
+        assert trainable(model) == expected
+
+
+def test_words_that_no_part_of_the_model_answers_are_named():
+    blocks = [*find_blocks(Deep())]
+    for word, model, found in (
+        ("last 4", Deep(), "the model has 3 repeated blocks, so there is no 'last 4'"),
+        ("last 0", Deep(), "no parameter matches ['last 0']"),
+        ("lasts 2", Deep(), "no parameter matches ['lasts 2']"),
+        ("head", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "no parameter matches ['head']"),
+        ("head", nn.Linear(2, 2), "the model has 0 repeated blocks, so there is no 'head'"),
+    ):
+        names = blocks if isinstance(model, Deep) else [*find_blocks(model)]
+        with pytest.raises(UsageError, match=re.escape(found)):
+            Unfreezing(model, [Stage(match=[word], epoch=1)], 1, names)
 
 
 def test_parameters_stay_the_objects_that_they_are():

@@ -226,10 +226,21 @@ def test_a_checkpoint_without_the_steps_before_it_says_so(tmp_path):
     assert re.match(r"epoch 2 of 3 ends: train loss \S+ \(of the last 3 steps\); eval loss", epoch_lines(tmp_path)[4])
 
 
-def test_runs_in_steps_and_runs_of_short_epochs_have_no_such_lines(tmp_path):
-    Trainer(runs.config(), run_dir=tmp_path / "steps", quiet=True).fit(own_tasks.Classes(length=100))
-    Trainer(settings_of_epochs(every=50), run_dir=tmp_path / "short", quiet=True).fit(own_tasks.Classes(length=100))
-    assert epoch_lines(tmp_path / "steps") == epoch_lines(tmp_path / "short") == []
+def test_runs_in_steps_have_no_such_lines(tmp_path):
+    Trainer(runs.config(), run_dir=tmp_path, quiet=True).fit(own_tasks.Classes(length=100))
+    assert epoch_lines(tmp_path) == []
+
+
+def test_short_epochs_have_one_line_with_both_results_and_the_rate(tmp_path):
+    Trainer(settings_of_epochs(every=50), run_dir=tmp_path, quiet=True).fit(own_tasks.Classes(length=100))
+    lines = epoch_lines(tmp_path)
+    assert [line.split(":")[0] for line in lines] == [f"epoch {number} of 3 ends" for number in (1, 2, 3)]
+    assert all(re.search(r": train loss .*; eval loss .*; learning rate 0\.01$", line) for line in lines)
+
+
+def test_short_epochs_that_the_task_describes_have_a_line_at_their_start(tmp_path):
+    Trainer(settings_of_epochs(every=50), run_dir=tmp_path, quiet=True).fit(Sized())
+    assert len([line for line in epoch_lines(tmp_path) if "starts: " in line and "image size" in line]) == 3
 
 
 def test_presenter_that_fails_ends_no_training(tmp_path):

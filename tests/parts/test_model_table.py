@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.parts.model_table import table, trace
+from lockstep.core.parallel.sharded_tensor import chunks
+from lockstep.parts.model_table import _counted, table, trace
 
 
 class Branches(nn.Module):
@@ -33,7 +34,8 @@ def test_operations_shapes_and_parameters():
     model.never.requires_grad_(False)
     text = table(model, found)
     assert "Branches: 138 parameters, 128 of them trainable" in text
-    assert "One sample takes 17.3 kFLOP" in text
+    assert found.total == found.flops[""] + 2 * 16  # also what the task computes outside of its model
+    assert "One sample takes 17.4 kFLOP" in text
     rows = {row.split()[0]: row.split()[1:] for row in text.splitlines()[5:] if row}
     assert rows["convolution"] == ["Conv2d", "1", "x", "4", "x", "8", "x", "10", "108", "17.3", "k"]
     assert rows["never"] == ["Linear", "10"]
@@ -52,3 +54,14 @@ def test_model_of_which_only_parts_are_called_has_no_arguments():
     found = trace(model, lambda: model.twice(torch.ones(1, 4)))
     assert found.arguments is None
     assert "One sample takes 32 FLOP" in table(model, found)
+
+
+def test_rows_of_many_ranks_are_counted():
+    assert _counted([3, 3, 3, 1]) == "3, 3, 3, 1"
+    assert _counted(chunks(100, 16)) == "7 on 14 ranks, 2 on 1 rank, 0 on 1 rank"
+
+
+def test_chunks_are_those_of_torch():
+    for rows, ranks in ((10, 4), (8, 4), (3, 4), (5, 2), (1, 8), (17, 8)):
+        expected = [len(chunk) for chunk in torch.zeros(rows).chunk(ranks)]
+        assert chunks(rows, ranks) == expected + [0] * (ranks - len(expected))

@@ -98,7 +98,7 @@ def build_model(
     blocks = find_blocks(model, parallel.shard_modules)
     unfreezing = None
     if steps_per_epoch is not None:
-        unfreezing = _unfreezing(config, task, model, steps_per_epoch=steps_per_epoch, step=step)
+        unfreezing = _unfreezing(config, task, model, list(blocks), steps_per_epoch=steps_per_epoch, step=step)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)
@@ -171,14 +171,14 @@ def _check_parameters(model: nn.Module) -> nn.Module:
 
 
 def _unfreezing(
-    config: RunConfig, task: Task, model: nn.Module, *, steps_per_epoch: int, step: int
+    config: RunConfig, task: Task, model: nn.Module, blocks: Sequence[str], *, steps_per_epoch: int, step: int
 ) -> Unfreezing | None:
     """The phases of `train.unfreeze`, applied to the model. None: all parameters stay as the model made them.
 
     Raises:
         UsageError: a pattern matches no parameter, or a parameter trains that the task needs frozen.
     """
-    unfreezing = Unfreezing(model, config.train.unfreeze, steps_per_epoch)
+    unfreezing = Unfreezing(model, config.train.unfreeze, steps_per_epoch, blocks)
     unfreezing.check_frozen({pattern: epochs * steps_per_epoch for pattern, epochs in task.frozen_epochs.items()})
     if not config.train.unfreeze:
         return None

@@ -26,9 +26,10 @@ def parts(run: Run) -> list[BuiltInPart]:
     found.append(Memory(evaluates=run.intervals.evaluate > 0, shows_tables=log.memory == "table"))
     if state.world.size > 1:
         found.append(RankTimes())
-    has_lines = config.train.steps is None and plan.steps_per_epoch >= log.every_steps
+    has_lines = config.train.steps is None and plan.steps_per_epoch > 1
     if has_lines or state.unfreezing is not None:
-        found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task, plan), has_lines=has_lines))
+        header, is_long = partial(_epoch_header, run.task, plan), plan.steps_per_epoch >= log.every_steps
+        found.append(EpochLines(plan, run.intervals, header, has_lines=has_lines, shows_starts=is_long))
     return found
 
 

@@ -15,8 +15,9 @@ _HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     """`step 100/690  epoch 4.35  loss 0.1234 ...`.
 
-    Zero counters are left out. So are memory (except its peak), the times of each rank, learning rates by depth, and
-    results such as `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
+    Zero counters are left out. So are memory (except its peak), the times of each rank, learning rates by depth, the
+    ends of intervals (`eval/auc_low`, `eval/auc_high`), and results such as `eval/auc/QUESTION` of more than 6
+    questions. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
     all_names = list(entry)
@@ -28,7 +29,7 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
         for name in entry
         if name not in names and (name in _SHORT or not (name.startswith(_HIDDEN) or "/level-" in name))
     ]
-    for name in _shown(names, entry):
+    for name in shown(names, entry):
         if name == "train/wait_share":
             parts.append(f"wait {entry[name]:.0%}")
         elif name == "train/tflops_per_s":
@@ -49,16 +50,23 @@ def _speed(tflops: float) -> str:
 
 def results_text(results: Mapping[str, float]) -> str:
     """Results of an evaluation: `loss 0.1234  accuracy 0.98 ...`, with the omissions of `entry_line`."""
-    return "  ".join(f"{name.removeprefix('eval/')} {_number(results[name])}" for name in _shown(results, results))
+    return "  ".join(f"{name.removeprefix('eval/')} {_number(results[name])}" for name in shown(results, results))
 
 
-def _shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
-    """The names without members of large families, and without zero counters."""
+def shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
+    """The names without members of large families, ends of intervals, and zero counters."""
     families = Counter(_family(name) for name in entry)
     for name in names:
         is_zero = name.endswith(("/skipped", "/bad")) and not entry[name]
-        if not is_zero and (not _family(name) or families[_family(name)] <= _MANY):
+        is_many = bool(_family(name)) and families[_family(name)] > _MANY
+        if not (is_zero or is_many or _is_end_of_interval(name, entry)):
             yield name
+
+
+def _is_end_of_interval(name: str, entry: Mapping[str, float]) -> bool:
+    """True for `eval/auc_low/QUESTION` and `eval/auc_high/QUESTION` next to `eval/auc/QUESTION`."""
+    middles = (name.replace(end, "", 1) for end in ("_low", "_high") if end in name)
+    return any(middle in entry for middle in middles)
 
 
 def _family(name: str) -> str:

@@ -11,6 +11,7 @@ from lockstep.core.errors import number_of
 from lockstep.core.loop import Intervals
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
+from lockstep.parts.entry_line import shown
 
 _COUNTS = ("/samples", "/bad", "/of_samples")  # of each set of evaluation data
 
@@ -23,12 +24,21 @@ class EpochLines(BuiltInPart):
         intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
         header: the task's text on an epoch, counted from 0.
         has_lines: whether epochs have lines. Additional parameters always have.
+        shows_starts: whether each start of an epoch has a line. Otherwise only a start with another `header` than that
+            of the epoch before has one.
     """
 
     def __init__(
-        self, plan: StepPlan, intervals: Intervals, header: Callable[[int], str], *, has_lines: bool = True
+        self,
+        plan: StepPlan,
+        intervals: Intervals,
+        header: Callable[[int], str],
+        *,
+        has_lines: bool = True,
+        shows_starts: bool = True,
     ) -> None:
-        self.plan, self.intervals, self.header, self.has_lines = plan, intervals, header, has_lines
+        self.plan, self.intervals, self.header = plan, intervals, header
+        self.has_lines, self.shows_starts = has_lines, shows_starts
 
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -73,14 +83,14 @@ class EpochLines(BuiltInPart):
             training.window.epoch_results()
         self.ends_at = min((epoch + 1) * per_epoch, training.last_step)
         self.begun_at, self.begun = done, time.perf_counter()
-        if self.has_lines and training.rank == 0:
+        if not self.has_lines or training.rank:
+            return
+        header = self.header(epoch)
+        if self.shows_starts or header != (self.header(epoch - 1) if epoch else ""):
             first = epoch * per_epoch
             verb = "starts" if done == first else f"resumes after step {done}"
-            parts = [
-                f"steps {first + 1} to {self.ends_at}",
-                f"learning rate {_rate(training.state, done):.4g}",
-                self.header(epoch),
-            ]
+            rate = f"learning rate {_rate(training.state, done):.4g}"
+            parts = [f"steps {first + 1} to {self.ends_at}", rate, header]
             training.tell(f"{self._name(training, epoch)} {verb}: {', '.join(part for part in parts if part)}")
 
     def _end(self, training: Training, results: Mapping[str, float]) -> None:
@@ -99,12 +109,13 @@ class EpochLines(BuiltInPart):
             which = "" if whole else f" (of the last {number_of(steps, 'step')})"
             shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
             parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
-        shown = {name: value for name, value in results.items() if not name.endswith(_COUNTS) and "/loss/" not in name}
-        if shown:
-            parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
+        names = [name for name in shown(results, results) if not name.endswith(_COUNTS) and "/loss/" not in name]
+        if names:
+            parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {results[name]:.4g}" for name in names))
         is_first = training.step == self.begun_at  # a resumed run evaluates first
         duration = "" if is_first else f" after {time.perf_counter() - self.begun:.1f} s"
         if parts:
+            parts.append(f"learning rate {_rate(training.state, training.step - 1):.4g}")
             training.tell(f"{self._name(training, epoch)} ends{duration}: {'; '.join(parts)}")
 
     def _name(self, training: Training, epoch: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,10 @@ def write(folder: Path, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about branches that a trace does not follow
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(
+            logging.WARNING
+        )  # torch reads all attributes; some of transformers' models warn when they are read
         writer = SummaryWriter(str(folder))
         stack.callback(writer.close)
         try:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core import run_folder
 from lockstep.core.errors import number_of
+from lockstep.core.parallel import sharded_tensor
 
 if TYPE_CHECKING:
     from torch import nn
 
 FILE = run_folder.MODEL_TABLE
+_RANKS_SHOWN = 8
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -25,6 +27,8 @@ class ModelTrace:
     """Shape of the output of each module's last call, by the module's name. The model itself is called ``."""
     flops: dict[str, int] = field(default_factory=dict)
     """Floating-point operations of all calls of each module, by the module's name."""
+    total: int = 0
+    """Floating-point operations of the whole pass. Some of them may be outside of the call of the model itself."""
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """Arguments of the first call of the model itself. None: it was not called, only parts of it."""
 
@@ -40,6 +44,7 @@ def trace(model: nn.Module, call: Callable[[], object]) -> ModelTrace:
     found = ModelTrace()
     with FlopCounterMode(display=False) as counter, _watched(model, found, counter.get_total_flops):
         call()
+        found.total = counter.get_total_flops()
     return found
 
 
@@ -99,13 +104,13 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
         "them trainable"
     ]
     if found is not None:
-        total = found.flops.get("", max(found.flops.values(), default=0))
         lines += [
-            f"One sample takes {_operations(total)}FLOP in a forward pass. Matrix products, convolutions and attention",
-            "count, a multiplication and an addition as two. Outputs are those of a batch of one sample.",
+            f"One sample takes {_operations(found.total)}FLOP in a forward pass. Matrix products, convolutions and",
+            "attention count, a multiplication and an addition as two. Outputs are those of a batch of one sample.",
         ]
     lines += [note] if note else []
     rows = [("layer", "kind", "output", "parameters", "FLOP")]
+    flops = found.flops | {"": found.total} if found else {}
     for name, module in model.named_modules():
         depth = name.count(".") + 1 if name else 0
         rows.append(
@@ -114,11 +119,31 @@ def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
                 type(module).__name__,
                 found.outputs.get(name, "") if found else "",
                 f"{sum(p.numel() for p in module.parameters()):,}",
-                _operations(found.flops[name]) if found and found.flops.get(name) else "",
+                _operations(flops[name]) if flops.get(name) else "",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join([*lines, "", *(_row(row, widths) for row in rows), ""])
+    return "\n".join([*lines, "", *(_row(row, widths) for row in rows), *_shards(model), ""])
+
+
+def _shards(model: nn.Module) -> list[str]:
+    """A table with the rows of each sharded parameter that each rank holds. Empty: no parameter is sharded."""
+    rows = []
+    for name, parameter in model.named_parameters():
+        if held := sharded_tensor.rows_by_rank(parameter):
+            rows.append((name, _shape(parameter), _counted(held)))
+    if not rows:
+        return []
+    rows.insert(0, ("sharded parameter", "shape", "rows by rank"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return ["", *(_row(row, widths) for row in rows)]
+
+
+def _counted(held: list[int]) -> str:
+    """`3, 3, 3, 1`; more than 8 ranks are counted: `3 on 9 ranks`."""
+    if len(held) <= _RANKS_SHOWN:
+        return ", ".join(map(str, held))
+    return ", ".join(f"{count} on {number_of(held.count(count), 'rank')}" for count in dict.fromkeys(held))
 
 
 def _row(row: tuple[str, ...], widths: list[int]) -> str:

@@ -88,7 +88,7 @@ def so_far(run: Run, passed: Sequence[int]) -> str:
     """
     step = run.checked_step
     if step is None:
-        return "No earlier check had passed"
+        return "No earlier check counts: the fault may be older" if passed else "No earlier check had passed"
     counting = [run.first_step, *(one for one in passed if one <= step + 1)]
     if len(counting) == 1:
         return f"The last check that counts is of an earlier start: it saw the state after step {step}"

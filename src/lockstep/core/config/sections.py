@@ -22,7 +22,7 @@ from lockstep.core.optim import OptimConfig
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.schedule import ScheduleConfig
 from lockstep.core.stopping import StopRule
-from lockstep.core.unfreeze import Stage
+from lockstep.core.unfreeze import Stage, stages_of
 
 _LONGEST_NAME = 200  # characters; file systems allow 255 bytes
 
@@ -110,8 +110,9 @@ class TrainConfig(Section):
     its best checkpoint, else the newest."""
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
-    unfreeze: list[Stage] = Field(default_factory=list)
-    """When frozen parameters begin to train: each stage has an epoch or a step, and patterns of names."""
+    unfreeze: Annotated[list[Stage], BeforeValidator(stages_of)] = Field(default_factory=list)
+    """When frozen parameters begin to train: each stage has an epoch or a step, and patterns of names. In short:
+    `{0: head, 1: last 2, 3: all}`, by epoch."""
 
     @model_validator(mode="after")
     def _checkpoint_of_a_run(self) -> Self:

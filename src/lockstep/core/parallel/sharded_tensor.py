@@ -49,6 +49,21 @@ def local(tensor: Any) -> Tensor:
     return plain
 
 
+def rows_by_rank(tensor: Any) -> list[int]:
+    """The rows that each rank of the group of shards holds, as `torch.chunk` deals them. Empty: it is not sharded."""
+    if not is_spread(tensor):
+        return []
+    names = list(tensor.device_mesh.mesh_dim_names)
+    ranks = tensor.device_mesh.shape[names.index("shard")]
+    return chunks(len(tensor), ranks)
+
+
+def chunks(rows: int, ranks: int) -> list[int]:
+    """The sizes of the chunks of `torch.chunk`, and zeros for the ranks that get none."""
+    each = -(-rows // ranks)
+    return [min(each, max(0, rows - rank * each)) for rank in range(ranks)]
+
+
 def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -> LocalShard:
     """The part of `tensor` that is on this rank, and its place in the whole.
 

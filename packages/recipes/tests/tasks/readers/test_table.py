@@ -634,3 +634,20 @@ def test_fields_that_mean_missing_are_none(tmp_path):
     )
     assert read(tmp_path / "a.csv", missing=()).columns["label"] == ["NA", "None", "x", "null"]
     assert read(tmp_path / "a.csv", missing=("x",)).columns["label"] == ["NA", "None", None, "null"]
+
+
+def test_names_of_classes_in_parquet_are_those_that_datasets_wrote(tmp_path):
+    import datasets
+
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["negative", "positive"]),
+            "topics": datasets.List(datasets.ClassLabel(names=["sport", "art"])),
+        }
+    )
+    rows = {"text": ["good", "bad"], "label": [1, 0], "topics": [[0, 1], []]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "table.parquet")
+    table = Source.parse(str(tmp_path / "table.parquet")).read()
+    assert table.columns == rows
+    assert table.classes == {"label": ["negative", "positive"], "topics": ["sport", "art"]}

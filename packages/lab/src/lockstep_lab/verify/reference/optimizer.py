@@ -74,7 +74,7 @@ class ReferenceOptimizer:
         """Of weights and averages: the largest difference so far, as the 2-norm of the tensor that differs most."""
         self.wrongly_trainable: list[str] = []
         """Complaints about parameters that train and should be frozen, or are frozen and should train."""
-        self._first_steps = self._first_trained_steps()
+        self._first_steps = self._first_trained_steps(blocks)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -188,13 +188,14 @@ class ReferenceOptimizer:
         largest = max((float(difference.norm()) for difference in differences), default=0.0)
         self.differences[kind] = max(self.differences[kind], largest) if math.isfinite(largest) else math.inf
 
-    def _first_trained_steps(self) -> dict[str, int]:
+    def _first_trained_steps(self, blocks: Sequence[str]) -> dict[str, int]:
         """For each parameter that the config freezes at first: the step (counted from 0) from which it trains."""
         steps: dict[str, int] = {}
         for stage in self.config["train"]["unfreeze"]:
             start = stage["step"] or math.ceil(Fraction(str(stage["epoch"] or 0)) * self.steps_per_epoch)
+            named = _named_by_words(stage["match"], list(self.copies), blocks)
             for name, names in self._names.items():
-                if _matches(names, stage["match"]):
+                if name in named or _matches(names, stage["match"]):
                     steps[name] = min(start, steps.get(name, start))
         return steps
 
@@ -205,6 +206,18 @@ def _takes(group: Mapping[str, Any], names: Sequence[str], copy: Tensor) -> bool
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _named_by_words(words: Sequence[str], names: Sequence[str], blocks: Sequence[str]) -> set[str]:
+    """The parameters that `all`, `head` and `last N` of `train.unfreeze` name."""
+    found = set(names) if "all" in words else set()
+    level = _levels(names, blocks)
+    for word in words:
+        if word == "head" or word.startswith("last "):
+            block = len(blocks) if word == "head" else len(blocks) + 1 - int(word[5:])
+            end = names[[level[name] for name in names].index(block) :]
+            found |= {name for name in end if word != "head" or name.split(".")[0] != blocks[-1].split(".")[0]}
+    return found
 
 
 def _levels(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:

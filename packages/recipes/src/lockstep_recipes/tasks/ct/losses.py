@@ -58,7 +58,7 @@ def answer_loss(
 
 def survival_units(labels: Tensor, outcomes: Sequence[Sequence[int]], reduction: Reduction) -> Tensor:
     """The number of units of `survival_loss`, a scalar."""
-    known = torch.stack([(~labels[:, list(group)].isnan()).any(dim=1) for group in outcomes], dim=1)
+    known = torch.stack([(~_columns(labels, group).isnan()).any(dim=1) for group in outcomes], dim=1)
     return known.sum() if reduction == "question" else known.any(dim=1).sum()
 
 
@@ -80,8 +80,8 @@ def survival_loss(logits: Tensor, labels: Tensor, outcomes: Sequence[Sequence[in
     logits = logits if logits.dtype == torch.float64 else logits.float()
     terms, knowns = [], []
     for group in outcomes:
-        answers = labels[:, list(group)]
-        log_survival = functional.logsigmoid(-logits[:, list(group)])
+        answers = _columns(labels, group)
+        log_survival = functional.logsigmoid(-_columns(logits, group))
         log_survival = torch.cat([torch.zeros_like(log_survival[:, :1]), log_survival], dim=1)  # horizon 0
         horizon = torch.arange(1, len(group) + 1, device=labels.device)
         last_no = torch.where(answers == 0, horizon, 0).amax(dim=1, keepdim=True)
@@ -97,6 +97,11 @@ def survival_loss(logits: Tensor, labels: Tensor, outcomes: Sequence[Sequence[in
         knowns.append((~answers.isnan()).any(dim=1))
     known = torch.stack(knowns, dim=1)
     return _reduced(torch.where(known, torch.stack(terms, dim=1), 0.0), known, reduction)
+
+
+def _columns(values: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Some columns of (B, Q). A list as an index would be copied to the device, and the host would wait for it."""
+    return torch.stack([values[:, number] for number in numbers], dim=1)
 
 
 def _reduced(terms: Tensor, known: Tensor, reduction: Reduction) -> Tensor:

@@ -222,11 +222,26 @@ def _read_parquet(path: Path) -> Table:
     import pyarrow
 
     try:
-        columns = parquet.read_table(path, page_checksum_verification=True).to_pydict()
+        table = parquet.read_table(path, page_checksum_verification=True)
+        columns = table.to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
         remedy = "the file is damaged, or is not Parquet"
         raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error
-    return Table(columns, str(path))
+    return Table(columns, str(path), classes=_class_names(table.schema.metadata or {}))
+
+
+def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """The columns with class numbers of a Parquet file that `datasets` wrote, with the names of the classes."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    found = {}
+    for column, kind in features.items():
+        kind = kind[0] if isinstance(kind, list) else kind.get("feature", kind)  # a list of class numbers
+        if isinstance(kind, Mapping) and kind.get("_type") == "ClassLabel" and kind.get("names"):
+            found[column] = [str(name) for name in kind["names"]]
+    return found
 
 
 def _data_set(source: Source) -> Any:

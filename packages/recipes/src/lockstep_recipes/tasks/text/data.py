@@ -19,7 +19,7 @@ from lockstep_recipes.tasks.readers.table import Source, Table, place
 from lockstep_recipes.tasks.text.columns import Columns, read
 from lockstep_recipes.tasks.text.options import TextColumnsOptions, TextOptions
 
-_FORMAT = 3  # of the cached files; files of a different format are not used
+_FORMAT = 4  # of the cached files; files of a different format are not used
 _BLOCK = 4096  # texts to tokenise at a time
 
 
