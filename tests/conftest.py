@@ -1,5 +1,6 @@
 """Settings, hooks and fixtures of the tests of the engine, the recipes and the lab."""
 
+import functools
 import gc
 import os
 import signal
@@ -22,12 +23,14 @@ _started = [0]
 sys.addaudithook(lambda event, _: _started.__setitem__(0, _started[0] + (event == "subprocess.Popen")))
 
 import torch  # noqa: E402
+import typer.testing  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests import ranks  # noqa: E402
 from tests.processes import background  # noqa: E402
 
 torch.set_num_threads(1)
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # it builds all commands for each call
 # The same examples each time, and no limit on the time of one: hypothesis would take 0.2 s.
 settings.register_profile("any speed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
@@ -66,7 +69,7 @@ def pytest_collection_finish(session):
     gc.freeze()  # torch and the tests stay, so collecting garbage need not look through them
     gc.enable()
     if not session.config.option.collectonly:
-        background.start()
+        background.start(apart=not session.config.pluginmanager.hasplugin("tests.cpu_time"))
 
 
 def pytest_sessionfinish():

@@ -3,9 +3,11 @@
     python tests/in_shards.py [--record] [paths and options of pytest]
 
 A process takes whole files: fixtures and warm ranks serve all tests of a file. The files are dealt by the seconds
-that `tests/durations.json` records, the longest first. `--record` writes that file again, and adds the slowest tests to
-`tests/costly.txt`, until the others take the time of `make test`: these are left to `make test-all`. Temporary files
-are in memory if TMPDIR is not set and /dev/shm has room: runs flush their files to disk, and here nobody needs that.
+that `tests/durations.json` records, the longest first. These are seconds of CPU time of each file, with the processes
+that it starts: the cores are the limit, and a machine with other work says about the same. `--record` records them, and
+adds the slowest tests to `tests/costly.txt`, until the others take the time of `make test`: these are left to
+`make test-all`. Temporary files are in memory if TMPDIR is not set and /dev/shm has room: runs flush their files to
+disk, and here nobody needs that.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,21 +31,37 @@ DURATIONS = HERE / "durations.json"
 _PER_CORE = 2  # processes: while one waits for its ranks or for a program, another computes
 IN_MEMORY = Path("/dev/shm")
 COSTLY = HERE / "costly.txt"
-BUDGET_S = 680.0
-"""Seconds of all tests of `make test`, added up over the processes that share the cores."""
+BUDGET_S = 460.0
+"""Seconds of CPU time of all tests of `make test`. The start of the processes takes 60 more; two cores have 600 in the
+five minutes that `make test` may take."""
+CPU_S = "cpu_s"
+"""The property of a test, in pytest's XML report, that `tests/cpu_time.py` adds."""
+LIBRARIES = ("peft", "pytorch_lightning", "monai", "datasets")
+"""Their import takes seconds of each process."""
 ROOM_BYTES = 4 << 30
 """The tests leave 0.3 GB of temporary files."""
 
 
-def shards(files: list[str], seconds: dict[str, float], count: int) -> list[list[str]]:
-    """Deal files to `count` shards of about equal seconds: the longest first, each to the shard with the least."""
+def groups(files: list[str]) -> list[list[str]]:
+    """The files that one process runs: those that import the same of `LIBRARIES`, and each other file alone."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        text = Path(file).read_text()
+        named = (one for one in LIBRARIES if re.search(rf'\b(import |from |importorskip\("){one}\b', text))
+        found.setdefault(next(named, file), []).append(file)
+    return list(found.values())
+
+
+def shards(groups: list[list[str]], seconds: dict[str, float], count: int) -> list[list[str]]:
+    """Deal groups of files to `count` shards of about equal seconds: the longest first, each to the shortest shard."""
     usual = median(seconds.values()) if seconds else 1.0
     found: list[list[str]] = [[] for _ in range(count)]
     load = [0.0] * count
-    for file in sorted(files, key=lambda file: (-seconds.get(file, usual), file)):
+    timed = [(sum(seconds.get(file, usual) for file in group), group) for group in groups]
+    for value, group in sorted(timed, key=lambda one: (-one[0], one[1])):
         least = load.index(min(load))
-        found[least].append(file)
-        load[least] += seconds.get(file, usual)
+        found[least] += group
+        load[least] += value
     return [sorted(shard) for shard in found if shard]
 
 
@@ -53,26 +72,24 @@ def _file_of(classname: str) -> str | None:
     return next((name for name in names if Path(name).exists()), None)
 
 
-def measured(reports: list[Path]) -> dict[str, float]:
-    """Seconds by file, of pytest's XML reports."""
-    seconds: Counter[str] = Counter()
-    for report in reports:
-        for case in ElementTree.parse(report).iter("testcase"):
-            file = _file_of(case.get("classname", ""))
-            if file is not None:
-                seconds[file] += float(case.get("time", 0))
-    return {file: round(value, 1) for file, value in sorted(seconds.items())}
-
-
 def by_test(reports: list[Path]) -> dict[str, float]:
-    """Seconds by test, of pytest's XML reports."""
+    """Seconds of CPU time by test, of XML reports of pytest with `tests.cpu_time`."""
     seconds: dict[str, float] = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             file = _file_of(case.get("classname", ""))
-            if file is not None:
-                seconds[f"{file}::{case.get('name')}"] = float(case.get("time", 0))
+            used = case.find(f"properties/property[@name='{CPU_S}']")
+            if file is not None and used is not None:
+                seconds[f"{file}::{case.get('name')}"] = float(used.get("value", 0))
     return seconds
+
+
+def by_file(seconds: dict[str, float], files: list[str]) -> dict[str, float]:
+    """Seconds of each of `files`, of those by test."""
+    found = Counter(dict.fromkeys(files, 0.0))
+    for name, value in seconds.items():
+        found[name.partition("::")[0]] += value
+    return {file: round(value, 1) for file, value in sorted(found.items())}
 
 
 def costly(seconds: dict[str, float], budget_s: float, contract: str) -> list[str]:
@@ -99,6 +116,14 @@ def costly(seconds: dict[str, float], budget_s: float, contract: str) -> list[st
         total -= seconds[name]
         left_out.append(name)
     return sorted(left_out)
+
+
+def files_of(paths: list[Path]) -> list[str]:
+    return sorted({str(p) for root in paths for p in (root.rglob("test_*.py") if root.is_dir() else [root])})
+
+
+def roots() -> list[Path]:
+    return [HERE, *sorted(HERE.parent.glob("packages/*/tests"))]
 
 
 def temporary_folder() -> str | None:
@@ -129,10 +154,11 @@ def run() -> int:
     arguments = [one for one in sys.argv[1:] if one != "--record"]
     chosen = [one for one in arguments if Path(one.partition("::")[0]).exists()]
     options = [one for one in arguments if one not in chosen]
-    roots = [Path(one) for one in chosen] or [Path("tests"), *sorted(Path("packages").glob("*/tests"))]
-    files = sorted({str(p) for root in roots for p in (root.rglob("test_*.py") if root.is_dir() else [root])})
+    if "--record" in sys.argv:
+        options += ["-p", "tests.cpu_time"]
+    files = files_of([Path(one) for one in chosen] or [root.relative_to(HERE.parent) for root in roots()])
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
-    dealt = shards(files, seconds, _PER_CORE * len(os.sched_getaffinity(0)))
+    dealt = shards(groups(files), seconds, _PER_CORE * len(os.sched_getaffinity(0)))
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder, f"{number}.xml") for number in range(len(dealt))]
         outputs = [Path(folder, f"{number}.txt").open("w+") for number in range(len(dealt))]
@@ -156,13 +182,14 @@ def run() -> int:
                     output.seek(0)
                     print(output.read(), end="")
         if "--record" in sys.argv:
-            new = {file: value for file, value in seconds.items() if Path(file).exists()} | measured(reports)
-            DURATIONS.write_text(json.dumps(dict(sorted(new.items())), indent=0) + "\n")
+            found = by_test(reports)
+            kept = {file: value for file, value in seconds.items() if Path(file).exists()}
+            new = costly(found, BUDGET_S, Path("docs/contract.md").read_text())
+            kept |= by_file({name: value for name, value in found.items() if name not in new}, files)
+            DURATIONS.write_text(json.dumps(dict(sorted(kept.items())), indent=0) + "\n")
             before = COSTLY.read_text().splitlines() if COSTLY.is_file() else []
-            contract = Path("docs/contract.md").read_text()
             there = [name for name in before if Path(name.partition("::")[0]).exists()]
-            found = {*there, *costly(by_test(reports), BUDGET_S, contract)}
-            COSTLY.write_text("".join(f"{name}\n" for name in sorted(found)))
+            COSTLY.write_text("".join(f"{name}\n" for name in sorted({*there, *new})))
     nothing = 5  # pytest's exit code where a shard has no test, such as with -k
     return max((code for code in codes if code != nothing), default=0)
 

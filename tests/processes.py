@@ -206,11 +206,15 @@ class Background:
             if mark:
                 self.launches.setdefault(id(mark), Launch(mark, item.module))
 
-    def start(self):
-        """Fork the process. A new process would have to import all modules again, because marks hold functions."""
+    def start(self, apart=True):
+        """Fork the process. A new process would have to import all modules again, because marks hold functions.
+
+        Args:
+            apart: False: there is no such process, and each test runs its own commands.
+        """
         for launch in self.launches.values():
             launch.prepare()
-        if self.launches:
+        if self.launches and apart:
             with warnings.catch_warnings():
                 # Newer Pythons warn about a fork where there are threads. The process takes no lock of a thread.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -234,8 +238,8 @@ class Background:
                 if not (other.folder / "begun").exists():
                     other.run()
                     break
-            alive = self.process.is_alive() or (launch.folder / "done").exists()
-            assert alive, "the process that runs the commands has ended"
+            ended = self.process and not self.process.is_alive() and not (launch.folder / "done").exists()
+            assert not ended, "the process that runs the commands has ended"
             time.sleep(0.05)
         launch.done = pickle.loads((launch.folder / "done").read_bytes())
         assert not isinstance(launch.done, str), launch.done

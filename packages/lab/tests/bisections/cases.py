@@ -3,12 +3,14 @@
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
 from lockstep import Trainer
+from lockstep.core import plugins
 from lockstep.trainer.joining import Recorder
 from tests import runs
 
@@ -168,6 +170,9 @@ def fit(settings, run_dir, lib, recorder=None):
         os.environ.pop("PYTHONPATH")
         if variable:
             os.environ["PYTHONPATH"] = variable
+        for name in [name for name in sys.modules if name.startswith(plugins.USER_PREFIX)]:
+            if Path(sys.modules[name].__file__).is_relative_to(run_dir.parent):
+                del sys.modules[name]  # workers of later tests would execute the file, without the library
 
 
 # ---- changes: each trains run B

@@ -15,7 +15,7 @@ from tests.selection import mainly
 from . import cases
 
 
-@pytest.mark.parametrize("name", mainly(["library", "flipped gradient"], cases.CHANGES))
+@pytest.mark.parametrize("name", mainly(["flipped gradient"], cases.CHANGES))
 def test_a_change_is_named_at_its_stage_with_its_cause(name, tmp_path):
     change, stage, cause, part = cases.CHANGES[name]
     pair = cases.Pair(tmp_path)
