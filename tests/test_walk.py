@@ -24,6 +24,7 @@ ENGINE = {
     "core/parallel/strategy.py",
     "core/parallel/world.py",
     "core/loop.py",
+    "core/optimizer_class.py",
     "core/schedule.py",
     "core/step.py",
     "core/train_metrics.py",
