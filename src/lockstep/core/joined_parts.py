@@ -377,7 +377,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 def _before_update(parts: JoinedParts | None) -> None:
     if parts is not None:
         parts.call("before_update")
-        match_strides(fused_on_cpu(parts.state.optimizer))  # of gradients that a Part has put in the place of others
+        match_strides(fused_on_cpu(parts.state.optimizer))  # a Part may have replaced gradients
 
 
 def _comparable(value: Any) -> Any:
