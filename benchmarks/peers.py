@@ -7,7 +7,7 @@ interleaved.
 All parts train one small network on the CPU with two ranks and one thread each, without progress bars and trackers.
 Each system is used as documented: `peers_trainings.py`. Medians over rounds; in a round the systems alternate.
 
-    steps    seconds per step, and the ratio to the plain loop
+    steps    seconds per step; and processor time of a rank, which other programs disturb less
     launch   seconds from the command to the end of the first step
     save     seconds that a save pauses a training of --parameters weights, including background work
     restart  seconds from SIGKILL of a rank to the end of the next step, under torchrun; Lockstep under its own launcher
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -168,15 +169,15 @@ def _finished(run):
     return run
 
 
-def _gaps(run, skipped=5):
+def _gaps(run, skipped=5, clock="at"):
     """Seconds from step to step, without the first."""
-    at = [note["at"] for note in run.steps()][skipped:]
+    at = [note[clock] for note in run.steps()][skipped:]
     return [later - earlier for earlier, later in itertools.pairwise(at)]
 
 
-def steps(system, folder, options):
+def steps(system, folder, options, clock="at"):
     job = {"samples": 200 if options.tiny else 4000, "width": 64 if options.tiny else 256}
-    return statistics.median(_gaps(_finished(Run(system, folder, **job).start())))
+    return statistics.median(_gaps(_finished(Run(system, folder, **job).start()), clock=clock))
 
 
 def launch(system, folder, options):
@@ -269,6 +270,7 @@ def kill(system, folder, options):
 
 PARTS = {
     "steps": (steps, 1e3, "ms per step"),
+    "processor": (functools.partial(steps, clock="processor"), 1e3, "ms of processor time of a rank per step"),
     "launch": (launch, 1, "s from the command to the first step"),
     "save": (save, 1, "s that a save pauses training"),
     "restart": (restart, 1, "s from the kill of a rank to the next step"),

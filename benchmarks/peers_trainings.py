@@ -63,7 +63,7 @@ def mean_loss(model, batch):
 
 
 def _note(**what):
-    what |= {"at": time.time(), "pid": os.getpid()}
+    what |= {"at": time.time(), "processor": time.process_time(), "pid": os.getpid()}
     with open(Path(os.environ["NOTES"], f"rank-{os.environ.get('RANK', '0')}.jsonl"), "a") as file:
         file.write(json.dumps(what) + "\n")
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.configs import config_file
+from lockstep.core import run_model
 from lockstep.core.errors import UsageError
 from lockstep.core.optim import OptimConfig, ParameterGroup, build_optimizer
 from lockstep.core.schedule import Schedule, set_lr
@@ -462,6 +464,31 @@ def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
     assert not optimizer.state
     assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
     assert torch.equal(before[1], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_fused_kernel_takes_gradients_and_parameters_in_their_strides(name):
+    trained = []
+    for fused in (True, False):
+        model = nn.ParameterList([torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).t()])
+        config = OptimConfig(name=name, lr=0.1, fused=fused)
+        optimizer = run_model.make_optimizer(runs_config(config), own_tasks.Plain(), model)
+        for parameter in model:
+            parameter.grad = torch.arange(12.0).reshape(parameter.shape[::-1]).t()
+        optimizer.step()
+        trained.append([parameter.detach() for parameter in model])
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_parameter_with_gaps_in_memory_is_refused_by_a_fused_kernel():
+    model = nn.ParameterList([torch.zeros(4, 4)[:, :2]])
+    with pytest.raises(UsageError, match=r"optim\.fused: .*gaps in memory"):
+        run_model.make_optimizer(runs_config(OptimConfig(fused=True)), own_tasks.Plain(), model)
+
+
+def runs_config(optim):
+    return config_file.parse(runs.config(), needs_task=False).model_copy(update={"optim": optim})
 
 
 def test_a_group_that_matches_nothing_is_refused_with_names_there_are():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError
+from lockstep.core.parallel.world import join_world
 from lockstep.core.step import driven
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
@@ -168,3 +169,30 @@ def iter_of(count):
     for value in range(count):
         answers.append((yield value))
     return answers
+
+
+# ---- buffers
+
+
+def mixed_buffers(rank):
+    kinds = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
+    found = [torch.full((number + 1,), rank + 1, dtype=kind) for number, kind in enumerate(kinds)]
+    return [
+        torch.tensor(rank),
+        *found,
+        torch.full((3, 4), float(rank)).t(),
+        torch.empty(0),
+        torch.arange(6.0)[::2] + rank,
+    ]
+
+
+def test_buffers_of_all_kinds_are_those_of_rank_0():
+    for of_rank in run_ranks(2, broadcast_buffers):
+        assert all(torch.equal(one, other) for one, other in zip(of_rank, mixed_buffers(0), strict=True))
+
+
+def broadcast_buffers():
+    with join_world("cpu") as world:
+        buffers = mixed_buffers(world.rank)
+        world.broadcast_tensors(buffers)
+        return buffers

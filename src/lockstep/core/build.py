@@ -242,11 +242,7 @@ def train_state(
             model,
             built.blocks,
             sharded=strategy.is_sharded,
-            fuses_adam=devices.of(world.device).has_fused_adam
-            and world.tensor == 1
-            and not config.parallel.cpu_offload
-            and (config.parallel.virtual_ranks is None or config.parallel.strategy != "fsdp")  # `check_optimizer`
-            and config.precision != "fp16",  # it counts a skipped update by itself, after hooks have seen the update
+            fuses_adam=_fuses_adam(config, world),
         ),
         precision=precision,
         schedule=make_schedule(
@@ -260,6 +256,18 @@ def train_state(
         averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
         unfreezing=built.unfreezing,
     )
+
+
+def _fuses_adam(config: RunConfig, world: World) -> bool:
+    """Whether Adam and AdamW use their fused kernel, if the config leaves the choice."""
+    device, parallel = devices.of(world.device), config.parallel
+    if not device.has_fused_adam or world.tensor > 1 or parallel.cpu_offload:
+        return False
+    if config.precision == "fp16":  # it counts a skipped update by itself, after hooks have seen the update
+        return False
+    # On a CPU, it rounds the elements after the last full vector differently, and a shard has more such elements. With
+    # virtual ranks, FSDP has the bits of DDP.
+    return parallel.virtual_ranks is None and (device.has_own_memory or parallel.strategy != "fsdp")
 
 
 def _check_saved(config: RunConfig, state: TrainState) -> None:

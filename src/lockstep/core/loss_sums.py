@@ -87,4 +87,6 @@ def as_float64(values: list[Tensor]) -> Tensor:
     place = values[0].device
     if not devices.of(place).has_float64:
         return torch.stack([value.float() for value in values]).cpu().double()
+    if all(value.dtype == values[0].dtype and value.device == place for value in values):  # one conversion for all
+        return torch.stack(values).double()
     return torch.stack([value.double().to(place) for value in values])

@@ -67,7 +67,7 @@ class OptimConfig(Section):
     reference_batch: PositiveInt = 32
     """Global batch that `lr` is meant for, in samples."""
     fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None
-    """True if a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
+    """True if a single kernel does the whole update. None: Adam and AdamW use it, on a CPU for whole parameters."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of each of the model's repeated blocks, relative to the block above it."""
     groups: list[ParameterGroup] = Field(default_factory=list)
@@ -213,13 +213,21 @@ def _made(
 
 
 def _can_fuse(kind: type, model: nn.Module, args: Mapping[str, Any]) -> bool:
-    """True if the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
+    """True if the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel.
+
+    On a CPU it computes 16-bit parameters in another precision than torch's default kernel, so it is not chosen.
+    """
+    from lockstep.core import optimizer_class
+
     chosen = {"foreach", "fused", "differentiable"} & args.keys()
     return (
         kind.__module__.startswith("torch.")
         and kind.__name__ in _FUSED
         and not chosen
-        and all(p.is_floating_point() for p in model.parameters())
+        and all(p.is_floating_point() and optimizer_class.takes_fused_kernel(p) for p in model.parameters())
+        and not any(
+            p.device.type == "cpu" and (p.element_size() < 4 or args.get("capturable")) for p in model.parameters()
+        )
     )
 
 

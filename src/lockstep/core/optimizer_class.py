@@ -151,6 +151,40 @@ def _digest_of(kind: Any) -> str:
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
 
 
+def takes_fused_kernel(parameter: torch.Tensor) -> bool:
+    """True if torch's fused kernels update a parameter as its other kernels do: on a CPU, without gaps in memory."""
+    return parameter.device.type != "cpu" or torch.empty_like(parameter).stride() == parameter.stride()
+
+
+def watch_strides(optimizer: torch.optim.Optimizer) -> None:
+    """See that gradients have the strides of their parameters in each update by a fused kernel on a CPU.
+
+    Raises:
+        UsageError: the kernel would update a parameter wrongly.
+    """
+    parameters = fused_on_cpu(optimizer)
+    for parameter in parameters:
+        if not takes_fused_kernel(parameter):
+            what = f"fused kernels cannot update a parameter with gaps in memory: its strides are {parameter.stride()}"
+            raise UsageError(what, where="optim.fused", remedy="leave it out, or make the parameter contiguous")
+    if parameters:
+        optimizer.register_step_pre_hook(functools.partial(match_strides, parameters))
+
+
+def match_strides(parameters: Sequence[nn.Parameter], *_: object) -> None:
+    """Give gradients the strides of their parameters: a fused kernel on a CPU takes elements as they are in memory."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def fused_on_cpu(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that an optimizer updates by a fused kernel on a CPU."""
+    groups = [group for member in members(optimizer) for group in member.param_groups if group.get("fused")]
+    return [parameter for group in groups for parameter in group["params"] if parameter.device.type == "cpu"]
+
+
 def code_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """SHA-256 of the source of each class of an optimizer from a file that the config names."""
     kinds: list[Any] = [type(member) for member in members(optimizer)]

@@ -203,15 +203,18 @@ def make_optimizer(
         fuses_adam: whether Adam and AdamW use their fused kernel, if `optim.fused` is None.
 
     Raises:
-        UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
+        UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards. Or
+            its fused kernel cannot train a parameter on the CPU.
     """
     optim = config.optim
     scale = scaled_lr(
         1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
     )
     made = build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks, make=task.optimizer)
-    for member in optimizer_class.members(made) if sharded else ():
-        optimizer_class.check_shardable(member)
+    for member in optimizer_class.members(made):
+        optimizer_class.watch_strides(member)
+        if sharded:
+            optimizer_class.check_shardable(member)
     equal_bits.check_optimizer(made, config.parallel)
     if len({getattr(parameter, "device_mesh", None) for parameter in model.parameters()}) > 1:
         for group in made.param_groups:  # torch's kernels over lists of tensors take those of one mesh

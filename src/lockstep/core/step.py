@@ -20,14 +20,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.core import batch_norm, heads
+from lockstep.core import batch_norm, devices, heads
 from lockstep.core.data.loader import MicroBatch, one_ahead
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.data.tensors import map_tensors
 from lockstep.core.ema import Ema
 from lockstep.core.errors import TrainingError
-from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
+from lockstep.core.parallel.gradients import clear_grads, clip_grads, grad_norm, scale_grads
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Losses, Strategy, TrialPass, Waits
 from lockstep.core.parallel.world import World
@@ -41,6 +41,8 @@ SAMPLES = ""
 R = TypeVar("R")
 Call = Callable[[nn.Module, Any], Any]
 """From the model and a batch to the loss sums by head."""
+Counting = Callable[[], dict[str, float]]
+"""Waits until all ranks have counted their units, and gives W."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class StepResult:
     samples: int
     """Samples in the global batch, over all ranks."""
     totals: dict[str, float]
-    """W: units by head over all ranks; under `SAMPLES` for all heads."""
+    """W: units by head over all ranks; under `SAMPLES` for all heads. The first backward pass needs it."""
     indices: list[tuple[int, ...]] = field(default_factory=list)
     """Indices of the samples of each micro-batch."""
     counted: list[bool] = field(default_factory=list)
@@ -132,13 +134,21 @@ class StepResult:
     see `Device.mark`."""
     waits: list[tuple[Any, Any]] | None = field(default_factory=list)
     """Marks around the times in between when it waited for other ranks; see `strategy.Waits`."""
+    counting: Counting | None = None
+    """Gives `totals` before the first backward pass. None: they are there."""
 
     @classmethod
     def of(
-        cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch], shards: int = 1
+        cls,
+        step: int,
+        samples: int,
+        totals: dict[str, float],
+        micro_batches: Sequence[MicroBatch],
+        shards: int = 1,
+        counting: Counting | None = None,
     ) -> StepResult:
         """The result of a step that begins, of these micro-batches of `shards` shards of the global batch."""
-        result = cls(step, samples, totals)
+        result = cls(step, samples, totals, counting=counting)
         for number, micro_batch in enumerate(micro_batches):
             result.places.append(number * shards // len(micro_batches))
             result.indices.append(micro_batch.indices)
@@ -146,12 +156,19 @@ class StepResult:
             result.bad += [message for _, message in micro_batch.bad] if micro_batch.bad else []
         return result
 
+    def wait_for_units(self, counting: Counting, device: torch.device) -> None:
+        """Wait for `totals`."""
+        mark = devices.of(device).mark
+        before = mark()
+        self.totals, self.counting = counting(), None
+        self.waits = [*(self.waits or ()), (before, mark())]
+
     def add(self, losses: Losses, waits: Waits | None) -> None:
         """Add the losses of a micro-batch. For `waits`, see `Strategy.backward`."""
         self.losses.append({head: value.detach() for head, value in losses.items()})
         if waits is not None:
             self.marks.append(waits.ended)
-            self.waits = waits.between
+            self.waits = None if waits.between is None else [*(self.waits or ()), *waits.between]
 
 
 class Update(Protocol):
@@ -199,10 +216,11 @@ def exact_step(
             gradient; the loss or the model has frozen or unfrozen parameters.
     """
     state.unfreeze()
-    totals = {SAMPLES: float(samples)} if counts_late else _count_units(state, micro_batches, samples)
-    result = StepResult.of(state.step, samples, totals, micro_batches, len(state.world.data_ranks))
+    known = ({SAMPLES: float(samples)}, None)
+    totals, counting = known if counts_late else _count_units(state, micro_batches, samples)
+    result = StepResult.of(state.step, samples, totals, micro_batches, len(state.world.data_ranks), counting)
     state.step += 1
-    if not any(totals.values()):  # no unit on any rank. All ranks know W, so all skip
+    if counting is None and not any(totals.values()):  # no unit on any rank. All ranks know W, so all skip
         return _skipped(state, result)
     _begin(state, micro_batches, result)
     yield None
@@ -228,7 +246,7 @@ def exact_step(
         with state.changing_gradients():
             clip_grads(parameters, state.clip_norm, result.grad_norm)
     result.applied = state.precision.step(state.optimizer)
-    state.optimizer.zero_grad(set_to_none=True)
+    clear_grads(state.optimizer)
     state.skipped += not result.applied
     if state.averages is not None and result.applied:
         state.averages.update(state.step - state.skipped)
@@ -262,12 +280,14 @@ def forward_backward_step(
         with precision.autocast():
             call = yield micro_batch
             losses: Losses = strategy.forward(micro_batch.batch, call)
-        output = map_tensors(kept.take(), Tensor.detach)
+        output = kept.take()
         losses = {head: value.to(state.world.device) for head, value in losses.items()}  # a constant may be elsewhere
+        if result.counting is not None:
+            result.wait_for_units(result.counting, state.world.device)
         factors, rest = _factors(state, losses, result.totals, micro_batch, fillers_count)
         result.add(losses, strategy.backward(losses, factors, last))
     if metrics is not None and output is not None:
-        metrics.add(output, micro_batch.batch, result.places[number])
+        metrics.add(map_tensors(output, Tensor.detach), micro_batch.batch, result.places[number])
     return rest
 
 
@@ -295,42 +315,53 @@ def seed_of(state: TrainState, step: int, number: int, places: Sequence[int]) ->
     return derive_seed(state.seed, step, state.world.data_ranks[place], number - places.index(place))
 
 
-def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
-    """W: units by head over all ranks.
+def _count_units(
+    state: TrainState, micro_batches: Sequence[MicroBatch], samples: int
+) -> tuple[dict[str, float], Counting | None]:
+    """Count W: units by head over all ranks.
 
-    If the unit is the sample and no sample can be lost, the plan knows W, and the ranks do not communicate.
+    If the unit is the sample and no sample can be lost, the plan knows W, and the ranks do not communicate. Otherwise,
+    a rank that has units knows that no rank skips the step. It needs W only after its first forward pass, and gets a
+    function that waits for the other ranks. A rank without units waits here.
     """
     for micro_batch in micro_batches:
         names = tuple(micro_batch.weights or ())
         if names != state.weight_heads:
             state.weight_heads = heads.agree(state.weight_heads, names, method="Task.weight", world=state.world)
-    if not state.weight_heads:
-        if not state.must_agree_on_weights:
-            return {SAMPLES: float(samples)}
-        return {SAMPLES: state.world.sum_once([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
-    return dict(zip(state.weight_heads, _sum_units(state, micro_batches, state.weight_heads), strict=True))
+    names = state.weight_heads or ((SAMPLES,) if state.must_agree_on_weights else ())
+    if not names:
+        return {SAMPLES: float(samples)}, None
+    summed = _sum_units(state, micro_batches, names)
+    has_units = any(weight for micro_batch in micro_batches for weight in _units(micro_batch).values())
+    counting = lambda: dict(zip(names, summed(), strict=True))  # noqa: E731
+    return ({}, counting) if has_units else (counting(), None)
 
 
-def _sum_units(state: TrainState, micro_batches: Sequence[MicroBatch], names: Sequence[str]) -> list[float]:
-    """The units of each head, over all ranks."""
+def _units(micro_batch: MicroBatch) -> Mapping[str, float]:
+    return {SAMPLES: micro_batch.samples} if micro_batch.weights is None else micro_batch.weights
+
+
+def _sum_units(
+    state: TrainState, micro_batches: Sequence[MicroBatch], names: Sequence[str]
+) -> Callable[[], list[float]]:
+    """The units of each head, over all ranks. The function that is returned waits for the other ranks."""
     units = [[0.0] * len(names) for _ in state.world.data_ranks]
     for number, micro_batch in enumerate(micro_batches):
         of_shard = units[number * len(units) // len(micro_batches)]
         for place, name in enumerate(names):
-            of_shard[place] += (micro_batch.weights or {}).get(name, 0.0)
-    return state.world.sum_in_order(units)
+            of_shard[place] += _units(micro_batch).get(name, 0.0)
+    return state.world.sum_in_order_later(units)
 
 
 def _begin(state: TrainState, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
     """Give all ranks the same buffers, let the strategy warm up, and set the learning rate of the update."""
-    ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
-    began = state.strategy.begin_step(TrialPass(lambda: micro_batches[0].batch, state.precision, ignored))
+    began = state.strategy.begin_step(TrialPass(lambda: micro_batches[0].batch, state.precision, state.coefficients))
     result.marks += [] if began is None else [began]
     set_lr(state.optimizer, state.schedule(result.step - state.skipped))
 
 
 def _skipped(state: TrainState, result: StepResult) -> StepResult:
-    state.optimizer.zero_grad(set_to_none=True)
+    clear_grads(state.optimizer)
     state.skipped += 1
     return result
 
@@ -342,7 +373,7 @@ def _count_late(state: TrainState, micro_batches: Sequence[MicroBatch], result: 
         the factor of the gradients, which were divided by the number of samples.
     """
     names = list(micro_batches[0].weights or ["loss"])
-    result.totals = {"loss": _sum_units(state, micro_batches, names)[0]}
+    result.totals = {"loss": _sum_units(state, micro_batches, names)()[0]}
     return result.samples / result.totals["loss"] if result.totals["loss"] else 1.0
 
 

@@ -218,6 +218,7 @@ def prepare(setup: Setup, task: Task, world: World) -> Run:
     run = run_at(setup, task, world, checkpoint)
     if checkpoint is not None:
         run.messages += run_record.changed_kind(setup.run_dir, world)
+        run.messages += run_record.changed_kernel(setup.run_dir, run.config, run.state.optimizer)
         run.checked_step = evidence.checked_step(setup.run_dir, checkpoint)
         run.checks = checkpoint.manifest.get("checks", 0)
         if world.rank == 0 and not setup.quiet:

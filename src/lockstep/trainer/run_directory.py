@@ -250,7 +250,7 @@ def _environment(world: World) -> dict[str, Any]:
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     about: dict[str, Any] = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
-    about["kind"] = equal_bits.kind(world.device)
+    about |= {"kind": equal_bits.kind(world.device), "fuses_adam": True}
     about |= {"executable": sys.executable, "folder": str(Path.cwd()), "libraries": libraries()}
     about["python_path"] = os.environ.get("PYTHONPATH", "")
     about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}

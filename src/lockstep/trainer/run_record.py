@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lockstep.configs import config_file
 from lockstep.core import atomic, run_folder
 from lockstep.core.build import Run
@@ -128,6 +130,16 @@ def changed_kind(folder: Path, world: World) -> list[str]:
     if then in (None, now):
         return []
     return [f"note: the run was trained on {then} and resumes on {now}: its bits may differ from here on"]
+
+
+def changed_kernel(folder: Path, config: RunConfig, optimizer: Optimizer) -> list[str]:
+    """A note if the run was begun when Adam's fused kernel was not yet the default on a CPU."""
+    is_fused = config.optim.fused is None and any(group.get("fused") for group in optimizer.param_groups)
+    on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+    if not is_fused or not on_cpu or "fuses_adam" in run_folder.recorded(folder):
+        return []
+    what = "this run was begun without the fused kernel that is now the default of Adam on a CPU: its bits may differ"
+    return [f"note: {what} from here on. optim.fused=false keeps them"]
 
 
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:

@@ -222,7 +222,8 @@ class Watch(BuiltInPart):
         pending = _Pending(state, inside.micro_batches[0])
         state.strategy.begin_step()  # buffers of rank 0, as the step has them
         if self.recomputes:
-            totals = engine._count_units(state, inside.micro_batches, self.run.plan.samples(state.step))
+            totals, counting = engine._count_units(state, inside.micro_batches, self.run.plan.samples(state.step))
+            totals = totals if counting is None else counting()
             if not any(totals.values()):
                 return
             pending.share = own = Share(world.rank, state.step, totals)

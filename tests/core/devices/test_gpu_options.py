@@ -14,12 +14,15 @@ from torch import nn
 
 from lockstep import Trainer
 from lockstep.cli import allocator
+from lockstep.configs import config_file
 from lockstep.core.blocks import compile_modules
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.devices import backends, cuda, memory_history
 from lockstep.core.errors import MemoryShortage, UsageError
 from lockstep.core.optim import OptimConfig, build_optimizer
 from lockstep.core.parallel.strategy import Forward
+from lockstep.core.parallel.world import join_world
+from lockstep.trainer import assemble
 from tests import own_tasks, runs
 from tests.core.devices.test_python_device import train
 from tests.ranks import run_on_python_device, run_ranks
@@ -97,13 +100,35 @@ def test_a_gpu_updates_by_adams_fused_kernel_unless_the_config_says_otherwise(tm
     assert used == ({fused} if fused else set())
 
 
-def test_the_cpu_updates_as_before_and_models_that_the_kernel_cannot_update_too():
+@pytest.mark.parametrize(("strategy", "fused"), [("ddp", True), ("fsdp", False)])
+def test_a_cpu_updates_whole_parameters_by_the_fused_kernel_and_shards_without(strategy, fused):
+    assert run_ranks(2, is_fused, strategy) == [fused, fused]
+
+
+def is_fused(strategy):
+    config = config_file.parse(runs.config(parallel={"strategy": strategy}), needs_task=False)
+    with join_world("cpu") as world:
+        return bool(assemble.in_memory(config, own_tasks.Plain(), world).run.state.optimizer.defaults["fused"])
+
+
+def test_a_run_that_was_begun_without_the_kernel_says_so_when_it_resumes(tmp_path):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
+    about = json.loads((tmp_path / "environment.json").read_text())
+    for kept, noted in ((about, 0), (about | {"fuses_adam": None}, 1)):
+        left = {name: value for name, value in kept.items() if value is not None}
+        (tmp_path / "environment.json").write_text(json.dumps(left))
+        runs.fit(own_tasks.Plain(), runs.config(train={"steps": 8 if noted else 6}), tmp_path)
+        assert (tmp_path / "train.log").read_text().count("optim.fused=false keeps") == noted
+
+
+def test_models_that_the_kernel_cannot_update_are_updated_without():
     model = nn.Linear(2, 2)
     assert not build_optimizer(model, OptimConfig()).defaults["fused"]
     assert build_optimizer(model, OptimConfig(), fuses_adam=True).defaults["fused"]
     assert not build_optimizer(model, OptimConfig(fused=False), fuses_adam=True).defaults["fused"]
-    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    assert not build_optimizer(model, OptimConfig(), fuses_adam=True).defaults["fused"]
+    for other in (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(6)[::2]):
+        model.other = nn.Parameter(other)
+        assert not build_optimizer(model, OptimConfig(), fuses_adam=True).defaults["fused"]
 
 
 # ---- SyncBatchNorm

@@ -435,7 +435,8 @@ def _steps(
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in steps:
             own = list(itertools.islice(micro_batches, plan.count(step) * len(ranks)))
-            own = [micro_batch for place in range(len(ranks)) for micro_batch in own[place :: len(ranks)]]
+            if len(ranks) > 1:
+                own = [micro_batch for place in range(len(ranks)) for micro_batch in own[place :: len(ranks)]]
             extra.given = list(itertools.islice(micro_batches, len(extra.plans(step))))
             yield own
 

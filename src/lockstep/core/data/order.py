@@ -172,7 +172,8 @@ def split_for_rank(
         start = number * size + min(number, extra)
         mine = indices[start : start + size + (number < extra)]
         filler = not mine.size
-        columns = np.atleast_2d((indices[:1] if filler else mine).T).tolist()
+        chosen = indices[:1] if filler else mine
+        columns = [chosen.tolist()] if chosen.ndim == 1 else chosen.T.tolist()
         plans.append(MicroBatchPlan(tuple(columns[0]), epoch, filler, *map(tuple, columns[1:])))
     return plans
 

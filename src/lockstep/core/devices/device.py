@@ -213,3 +213,5 @@ class Device:
 @final
 class Cpu(Device):
     """The CPU. Operations are done when they return, and random numbers are those of the host's generator."""
+
+    has_fused_adam = True

@@ -144,8 +144,13 @@ class TrialPass:
     batch: Callable[[], Any]
     """Gives a batch of this rank."""
     precision: Precision
-    ignored_heads: Sequence[str]
-    """Heads with coefficient 0, whose losses may be constants."""
+    coefficients: Mapping[str, float]
+    """See `TrainState.coefficients`."""
+
+    @property
+    def ignored_heads(self) -> list[str]:
+        """Heads with coefficient 0, whose losses may be constants."""
+        return [head for head, coefficient in self.coefficients.items() if not coefficient]
 
 
 @dataclass(frozen=True)

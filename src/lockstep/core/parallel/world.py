@@ -134,15 +134,32 @@ class World:
             return list(values)
         return self._combined(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM, torch.add).tolist()
 
+    def all_sum_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """As `all_sum`, but the ranks wait for each other in the function that is returned, if they are few."""
+        if self.size == 1 or self.size > _MOST_IN_RING:
+            found = self.all_sum(values)
+            return lambda: found
+        packed = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(packed, async_op=True)
+
+        def wait() -> list[float]:
+            work.wait()
+            return packed.tolist()
+
+        return wait
+
     def sum_once(self, values: Sequence[float]) -> list[float]:
         """As `all_sum`, of figures that belong to samples: each tensor group counts once."""
         return self.all_sum(values if self.is_group_leader else [0.0] * len(values))
 
     def sum_in_order(self, values: Sequence[Sequence[float]]) -> list[float]:
         """As `sum_once`, of each of `data_ranks`: the same bits on any number of ranks, if they are virtual."""
-        if self.virtual_ranks is None:
-            return self.sum_once(values[0])
-        return self.in_order(self.all_sum(self.slots(values)), len(values[0]))
+        return self.sum_in_order_later(values)()
+
+    def sum_in_order_later(self, values: Sequence[Sequence[float]]) -> Callable[[], list[float]]:
+        """As `sum_in_order`; see `all_sum_later`."""
+        summed = self.all_sum_later(self.slots(values))
+        return lambda: self.in_order(summed(), len(values[0]))
 
     def slots(self, values: Sequence[Sequence[float]]) -> list[float]:
         """The figures of `data_ranks`, each at its own place: `in_order` makes sums of the `all_sum` of all ranks."""
@@ -220,19 +237,21 @@ class World:
         return value
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors` with those of rank 0. Tensors with the same dtype and device travel together."""
+        """Overwrite `tensors` with those of rank 0. Tensors on the same device travel together."""
         if self.size == 1:
             return
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for alike in kinds.values():
-            flat = [tensor.detach().reshape(-1) for tensor in alike]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in sorted(
+            tensors, key=torch.Tensor.element_size, reverse=True
+        ):  # so each begins at a multiple of it
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for alike in by_device.values():
+            flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in alike]  # gloo does not know every dtype
             packed = flat[0] if len(flat) == 1 else torch.cat(flat)
-            dist.broadcast(packed.view(torch.uint8), 0)  # gloo does not know every dtype
+            dist.broadcast(packed, 0)
             if self.rank and (len(alike) > 1 or not alike[0].is_contiguous()):
-                parts = zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True)
-                torch._foreach_copy_(alike, [values.view(tensor.shape) for tensor, values in parts])
+                parts = zip(alike, torch.split(packed, [tensor.nbytes for tensor in alike]), strict=True)
+                torch._foreach_copy_(alike, [values.view(tensor.dtype).view(tensor.shape) for tensor, values in parts])
 
     def in_background(self) -> World:
         """The same ranks, for a background thread: it may `gather` and `broadcast`, whatever the main thread does.
