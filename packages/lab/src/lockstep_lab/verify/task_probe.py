@@ -213,6 +213,16 @@ class TaskProbe(Coupling):
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
             return f"Task.loss must return a SUM over its units (reduction='sum'), but returns a mean{heads}: {off}"
+        if self.in_collate:
+            return (
+                "Task.collate gives a sample other numbers in another micro-batch, such as a normalisation by the "
+                "batch. Use statistics of the whole training data, in Task.prepare"
+            )
+        if self.divided_by:
+            return (
+                f"the loss is a mean: it was divided by the sum that {self.divided_by} makes in each micro-batch, and "
+                "micro-batches have different ones. Return the SUM, and this count by Task.weight"
+            )
         if self.is_no_sum:
             once = "a term is a mean or is added once per batch, or " if self.adds_once else ""
             return (
