@@ -88,6 +88,12 @@ def test_a_collate_that_normalises_by_the_micro_batch_is_named():
     assert found.diagnosis().startswith("Task.collate gives a sample other numbers in another micro-batch")
 
 
+def test_a_method_that_writes_into_its_batch_is_found():
+    assert probe("WritesIntoBatch", WRONG).changes_batch == "Task.loss"
+    assert probe("PredictsIntoBatch", WRONG).changes_batch == "Task.predict"
+    assert probe("NormalisedInCollate", WRONG).changes_batch == ""
+
+
 def test_dropout_in_predictions_is_found_except_in_the_mean_of_several_passes():
     assert probe("MeanOfPasses", RIGHT).dropped_in_prediction == ""
     assert probe("DropoutInEvaluation", HERE / "unusual_models.py").dropped_in_prediction == ""  # training=True

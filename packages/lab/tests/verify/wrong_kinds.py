@@ -170,3 +170,17 @@ class SeesPastStates(SeesNextState):
     """The right neighbour: padding only before the first state."""
 
     padding = (2, 0)
+
+
+class WritesIntoBatch(_Classifier):
+    """The loss adds noise to the batch itself, which the metrics then see."""
+
+    def loss(self, model, batch):
+        batch[0].add_(0.5)
+        return super().loss(model, batch)
+
+
+class PredictsIntoBatch(_Classifier):
+    def predict(self, model, batch):
+        batch[0][:, 0] = 0.0
+        return super().predict(model, batch)
