@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,12 +83,16 @@ def _sees_future_numbers(loss: Callable[[nn.Module, Any], Any], model: nn.Module
         changed = given.clone()
         changed[:, position:] = given[:, position:].roll(1, 0)  # of another sample
         before = _outputs(loss, model, batch)
-        after = _outputs(loss, model, data.mapped(batch, lambda one, of=given, to=changed: to if one is of else one))
+        after = _outputs(loss, model, data.mapped(batch, partial(_replaced, given, changed)))
         for one, other in zip(before, after, strict=False):
             alike = one.shape[:2] == given.shape[:2] and one.shape == other.shape
             if alike and _differ(one[:, position - 1], other[:, position - 1]):
                 return _WORDS.format(position, position + 1)
     return ""
+
+
+def _replaced(given: Tensor, changed: Tensor, one: Tensor) -> Tensor:
+    return changed if one is given else one
 
 
 def _outputs(loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[Tensor]:

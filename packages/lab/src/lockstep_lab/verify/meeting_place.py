@@ -103,7 +103,7 @@ def divisor(
             continue
         for factors in ([1.0] * 3, sizes):
             if _is_sum([loss * of / factor for loss, of, factor in zip(losses, sums, factors, strict=True)]):
-                return one.words
+                return str(one.words)
     return ""
 
 
