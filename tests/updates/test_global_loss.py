@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from lockstep.core.errors import LockstepError
+from lockstep.core.parallel.world import join_world
+from lockstep.updates.rows import gather_rows
 from tests import pair_tasks, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -152,3 +154,30 @@ def test_a_rank_without_samples_takes_part():
 def test_embeddings_that_are_not_finite_are_named_as_a_loss_that_is_not_finite():
     with pytest.raises(LockstepError, match="the loss is nan"):
         fit("NotFinite", {}, settings(train={"steps": 2}, log={"every_steps": 1}))
+
+
+def gathered_on(rows):
+    with join_world("cpu") as world:
+        return gathered(world, rows)
+
+
+def gathered(world, rows):
+    count = rows[world.rank]
+    tensors = [
+        torch.arange(count, dtype=torch.float32) + 10 * world.rank,
+        torch.arange(count * 2, dtype=torch.int64).reshape(count, 2),
+        torch.ones(count, dtype=torch.bool),
+        torch.arange(count, dtype=torch.float64) / 3,
+    ]
+    return gather_rows(tensors, world)
+
+
+def test_rows_of_any_dtypes_are_gathered_where_some_ranks_have_one_row_or_none():
+    for rows in ((1, 0), (0, 1), (1, 1), (3, 1), (0, 0)):
+        for rank, (found, begin) in enumerate(run_ranks(2, gathered_on, rows)):
+            assert begin == sum(rows[:rank])
+            floats, integers, truths, doubles = found
+            assert floats.tolist() == [*map(float, range(rows[0])), *(10.0 + one for one in range(rows[1]))]
+            assert integers.tolist() == [[2 * row, 2 * row + 1] for count in rows for row in range(count)]
+            assert truths.tolist() == [True] * sum(rows)
+            assert doubles.tolist() == [row / 3 for count in rows for row in range(count)]

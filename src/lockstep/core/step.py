@@ -333,7 +333,10 @@ def _count_units(
         return {SAMPLES: float(samples)}, None
     summed = _sum_units(state, micro_batches, names)
     has_units = any(weight for micro_batch in micro_batches for weight in _units(micro_batch).values())
-    counting = lambda: dict(zip(names, summed(), strict=True))  # noqa: E731
+
+    def counting() -> dict[str, float]:
+        return dict(zip(names, summed(), strict=True))
+
     return ({}, counting) if has_units else (counting(), None)
 
 

@@ -32,8 +32,8 @@ def gather_rows(tensors: Sequence[Tensor], world: World) -> tuple[list[Tensor], 
     padded[: len(packed)] = packed
     whole = torch.cat([part[:count] for part, count in zip(world.gather_tensors(padded), counts, strict=True)])
     columns = torch.split(whole, [rows.shape[1] * rows.element_size() for rows in flat], dim=1)
-    found = [
-        values.contiguous().view(tensor.dtype).reshape(-1, *tensor.shape[1:])
+    found = [  # a single row would be contiguous already, at an address that the dtype may not allow
+        values.clone(memory_format=torch.contiguous_format).view(tensor.dtype).reshape(-1, *tensor.shape[1:])
         for values, tensor in zip(columns, tensors, strict=True)
     ]
     return found, sum(counts[: world.rank])

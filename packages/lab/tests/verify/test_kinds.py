@@ -70,6 +70,30 @@ def test_outputs_that_change_with_the_next_token_are_found_where_that_is_the_tar
         assert found == "the output at position 1 changes with the input at position 2"
 
 
+def test_states_that_change_with_the_next_state_are_found_where_that_is_the_target():
+    assert probe("SeesNextState", WRONG).sees_future == "the output at position 2 changes with the input at position 3"
+    assert probe("SeesPastStates", WRONG).sees_future == ""
+
+
+def test_a_mean_over_a_count_of_the_micro_batch_is_named_with_the_count():
+    found = probe("MeanOverHidden", WRONG)
+    assert found.is_no_sum
+    assert "it was divided by the sum that `sum` at wrong_kinds.py:" in found.diagnosis()
+    assert "Return the SUM, and this count by Task.weight" in found.diagnosis()
+
+
+def test_a_collate_that_normalises_by_the_micro_batch_is_named():
+    found = probe("NormalisedInCollate", WRONG)
+    assert found.is_no_sum
+    assert found.diagnosis().startswith("Task.collate gives a sample other numbers in another micro-batch")
+
+
+def test_a_method_that_writes_into_its_batch_is_found():
+    assert probe("WritesIntoBatch", WRONG).changes_batch == "Task.loss"
+    assert probe("PredictsIntoBatch", WRONG).changes_batch == "Task.predict"
+    assert probe("NormalisedInCollate", WRONG).changes_batch == ""
+
+
 def test_dropout_in_predictions_is_found_except_in_the_mean_of_several_passes():
     assert probe("MeanOfPasses", RIGHT).dropped_in_prediction == ""
     assert probe("DropoutInEvaluation", HERE / "unusual_models.py").dropped_in_prediction == ""  # training=True

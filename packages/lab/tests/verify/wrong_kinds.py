@@ -106,3 +106,81 @@ class OtherDeviation(StronglyAugmented):
     def prepare(self, sample, epoch, training):
         inputs, label = super().prepare(sample, epoch, training)
         return (inputs if training else inputs / 3), label
+
+
+class MeanOverHidden(_Classifier):
+    """The hidden features of a sample are predicted, and the loss is a mean over those of the micro-batch."""
+
+    def model(self):
+        return nn.Linear(12, 12)
+
+    def loss(self, model, batch):
+        features = batch[0]
+        hidden = torch.rand(features.shape) < torch.rand(len(features), 1)
+        hidden[:, 0] = True
+        wrong = (model(features.masked_fill(hidden, 0.0)) - features).square()
+        return len(features) * (wrong * hidden).sum() / hidden.sum()
+
+    def metrics(self):
+        return {}
+
+
+class NormalisedInCollate(_Classifier):
+    """Features are normalised by the statistics of the micro-batch."""
+
+    def collate(self, samples):
+        features, classes = map(torch.stack, zip(*samples, strict=True))
+        return (features - features.mean(dim=0)) / features.std(dim=0).clamp_min(1e-3), classes
+
+
+class Transposed(nn.Module):
+    """A module over (samples, positions, features) instead of (samples, features, positions), with padding."""
+
+    def __init__(self, inner, padding):
+        super().__init__()
+        self.inner, self.padding = inner, padding
+
+    def forward(self, states):
+        return self.inner(functional.pad(states.transpose(1, 2), self.padding)).transpose(1, 2)
+
+
+class SeesNextState(_Classifier):
+    """A convolution over time reads the state that it predicts."""
+
+    padding = (1, 1)
+
+    def model(self):
+        return Transposed(nn.Conv1d(2, 2, 3), self.padding)
+
+    def prepare(self, sample, epoch, training):
+        states = sample[0].reshape(6, 2)
+        return {"past": states[:-1], "next": states[1:]}
+
+    def loss(self, model, batch):
+        return (model(batch["past"]) - batch["next"]).square().sum()
+
+    def predict(self, model, batch):
+        return model(batch["past"])
+
+    def metrics(self):
+        return {}
+
+
+class SeesPastStates(SeesNextState):
+    """The right neighbour: padding only before the first state."""
+
+    padding = (2, 0)
+
+
+class WritesIntoBatch(_Classifier):
+    """The loss adds noise to the batch itself, which the metrics then see."""
+
+    def loss(self, model, batch):
+        batch[0].add_(0.5)
+        return super().loss(model, batch)
+
+
+class PredictsIntoBatch(_Classifier):
+    def predict(self, model, batch):
+        batch[0][:, 0] = 0.0
+        return super().predict(model, batch)

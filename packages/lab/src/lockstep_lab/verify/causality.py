@@ -1,8 +1,10 @@
-"""Does the prediction of a token change with later tokens? Then the model reads its target among its input."""
+"""Does the prediction at a position change with later inputs? Then the model reads its target among its input."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-_FEWEST_TARGETS = 8
+from lockstep_lab.verify.reference import data
+
+_FEWEST_TARGETS, _FEWEST_STEPS = 8, 3
 _ROUNDING = 1e-5
+_WORDS = "the output at position {} changes with the input at position {}"
 
 
 class _Calls(TorchFunctionMode):
@@ -60,9 +65,49 @@ def sees_future(loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: 
                 before, after = (
                     _at(one, targets, position - 1, len(tokens)) for one in (outputs, again.compared[place][0])
                 )
-                if float((after - before).abs().max()) > _ROUNDING * float(before.abs().max()):
-                    return f"the output at position {position} changes with the input at position {position + 1}"
+                if _differ(before, after):
+                    return _WORDS.format(position, position + 1)
+        return _sees_future_numbers(loss, model, batch)
+
+
+def _sees_future_numbers(loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
+    """`sees_future` for sequences of numbers: one tensor of a batch is another one, shifted by a position."""
+    floating = [one for one in data.tensors(batch) if one.is_floating_point() and one.ndim > 1 and len(one) > 1]
+    for given, target in itertools.permutations(floating, 2):
+        steps = given.shape[1]
+        if given.shape != target.shape or steps < _FEWEST_STEPS or not torch.equal(given[:, 1:], target[:, :-1]):
+            continue
+        if torch.equal(given, target) or steps in given.shape[2:]:  # a model may put the positions last
+            continue
+        position = steps // 2
+        changed = given.clone()
+        changed[:, position:] = given[:, position:].roll(1, 0)  # of another sample
+        before = _outputs(loss, model, batch)
+        after = _outputs(loss, model, data.mapped(batch, partial(_replaced, given, changed)))
+        for one, other in zip(before, after, strict=False):
+            alike = one.shape[:2] == given.shape[:2] and one.shape == other.shape
+            if alike and _differ(one[:, position - 1], other[:, position - 1]):
+                return _WORDS.format(position, position + 1)
     return ""
+
+
+def _replaced(given: Tensor, changed: Tensor, one: Tensor) -> Tensor:
+    return changed if one is given else one
+
+
+def _outputs(loss: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[Tensor]:
+    """The outputs of the model's first call in a loss."""
+    found: list[list[Tensor]] = []
+    handle = model.register_forward_hook(lambda *told: found.append(data.tensors(told[2])))
+    try:
+        loss(model, batch)
+    finally:
+        handle.remove()
+    return found[0] if found else []
+
+
+def _differ(before: Tensor, after: Tensor) -> bool:
+    return float((after - before).abs().max()) > _ROUNDING * float(before.abs().max())
 
 
 def _most_targets(tokens: Tensor, targets: Tensor, ignored: int) -> int:

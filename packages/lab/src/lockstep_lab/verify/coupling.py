@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.core.task import Task
 from lockstep_lab.verify.comparable_task import ComparableTask, sum_of_heads, to_float64
 from lockstep_lab.verify.derivative import own_backwards
-from lockstep_lab.verify.meeting_place import ResultRecorder, adds_up, meeting_place
+from lockstep_lab.verify.meeting_place import ResultRecorder, adds_up, divisor, meeting_place
 from lockstep_lab.verify.reference import data
 from lockstep_lab.verify.repetition import unchanged_buffers
 from lockstep_lab.verify.step_operations import CoarseOperations, ComparingOperations, RepeatedDraws
@@ -53,6 +53,10 @@ class Coupling:
     """How the loss compares the samples of a batch on purpose; empty if it does not."""
     coupled_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is not the sum over its halves."""
+    divided_by: str = ""
+    """The sum over the samples of a micro-batch that the loss was divided by, and its place: the loss is a mean."""
+    in_collate: bool = False
+    """True if numbers that `Task.collate` gives for a sample depend on the other samples."""
     adds_once: bool = False
     """True if a term of the loss is the same for a batch and for this batch twice, such as a mean."""
     by_statistics: str = ""
@@ -142,6 +146,12 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch], twi
     if not found.coupled_heads or found.mean_heads:
         return found
     sizes = [size for _, size in halves]
+    found.in_collate = _collate_mixes(batches, sizes)
+    sums = [sum(split.losses[place].values()) for place in range(3)]
+    found.divided_by = divisor(record.results, [one.results for one in records], sums, [batches[0][1], *sizes])
+    if found.in_collate or found.divided_by:
+        found.compares_samples = ""
+        return found
     found.meets_at = _first_mixing(record, records, sizes)
     found.meets_at = found.meets_at or meeting_place(record.results, [one.results for one in records], sizes)
     if not found.has_comparison:
@@ -178,6 +188,20 @@ def _explain(
     heads = ", ".join(map(repr, found.coupled_heads))
     of_head = f"the head {heads} of the loss" if len(found.coupled_heads) < len(split.losses[0]) else ""
     found.by_statistics, found.compares_samples = of_head or found.meets_at or "the loss", ""
+
+
+def _collate_mixes(batches: Sequence[Batch], sizes: Sequence[int]) -> bool:
+    """True if a batch has other numbers for its samples than its halves. Padding to the longest sample is no mixing."""
+    whole, first, second = [[one for one in data.tensors(batch) if one.ndim] for batch, _ in batches]
+    if not len(whole) == len(first) == len(second):
+        return False
+    for one, *of_halves in zip(whole, first, second, strict=True):
+        rows = [len(each) for each in (one, *of_halves)]
+        alike = all(each.shape[1:] == one.shape[1:] for each in of_halves)
+        is_comparable = one.is_floating_point() and alike and rows == [sum(sizes), *sizes]
+        if is_comparable and not torch.allclose(one, torch.cat(of_halves), rtol=1e-5, atol=1e-7, equal_nan=True):
+            return True
+    return False
 
 
 def _first_mixing(whole: _Record, halves: Sequence[_Record], sizes: Sequence[int]) -> str:

@@ -70,7 +70,7 @@ class FreeOutputs(nn.Module):
             if self.outputs[place].shape != shape:
                 raise UsageError("the shape of the model's output changes with its input")
             output: Tensor = self.outputs[place].expand(tensor.shape)
-            return output
+            return output.contiguous()  # a loss may view it
 
         return data.mapped(model_outputs, replace)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,11 @@ class _Result(NamedTuple):
     learns: bool
     """True if a gradient flows through it."""
 
+    @property
+    def words(self) -> str:
+        """The operation with its place."""
+        return f"`{self.name}` at {self.place}" if self.place else self.name
+
 
 class ResultRecorder(TorchFunctionMode):
     """Inside, the results of a loss are recorded; those of a model count as one."""
@@ -35,7 +41,7 @@ class ResultRecorder(TorchFunctionMode):
         self.found: list[_Result] = []
 
     def add(self, name: str, tensors: Sequence[Tensor], place: str, *, shifts: bool = False) -> None:
-        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        floating = [tensor for tensor in tensors if tensor.is_floating_point() or not tensor.ndim]
         if floating and len(self.found) < _MOST:
             kept = [tensor.detach().clone() for tensor in floating]
             self.found.append(_Result(name, place, kept, shifts, any(tensor.requires_grad for tensor in floating)))
@@ -74,7 +80,41 @@ def meeting_place(whole: ResultRecorder, halves: Sequence[ResultRecorder], sizes
         )
     ]
     first = next((one for one in meeting if one.learns), next(iter(meeting), None))
-    return "" if first is None else f"`{first.name}` at {first.place}" if first.place else first.name
+    return "" if first is None else first.words
+
+
+def divisor(
+    whole: ResultRecorder, halves: Sequence[ResultRecorder], losses: Sequence[float], sizes: Sequence[int]
+) -> str:
+    """The sum over the samples of a batch that a loss was divided by: its operation and place. Empty if there is none.
+
+    Such a loss is a mean. Times this sum, it adds up, perhaps after a division by the number of samples. A gradient
+    does not flow through the sum: it counts what is known before the training.
+
+    Args:
+        losses: of the batch and of its two halves.
+        sizes: their samples.
+    """
+    if any([one.name for one in half.found] != [one.name for one in whole.found] for half in halves):
+        return ""
+    for one, *of_halves in zip(whole.found, *(half.found for half in halves), strict=True):
+        sums = [float(each.tensors[0]) for each in (one, *of_halves) if not each.tensors[0].ndim]
+        if one.learns or len(sums) < 3 or min(sums) <= 0 or not _is_sum(sums) or _near_share(sums, sizes):
+            continue
+        for factors in ([1.0] * 3, sizes):
+            if _is_sum([loss * of / factor for loss, of, factor in zip(losses, sums, factors, strict=True)]):
+                return str(one.words)
+    return ""
+
+
+def _is_sum(values: Sequence[float]) -> bool:
+    """True if the first value is the sum of the others."""
+    return math.isclose(values[0], sum(values[1:]), rel_tol=1e-6)
+
+
+def _near_share(sums: Sequence[float], sizes: Sequence[int]) -> bool:
+    """True if a sum is proportional to the number of samples, so that it cannot be told from it."""
+    return all(math.isclose(of / sums[0], size / sizes[0], rel_tol=1e-6) for of, size in zip(sums, sizes, strict=True))
 
 
 def adds_up(whole: Tensor, first: Tensor, second: Tensor, *, sizes: Sequence[int]) -> bool:

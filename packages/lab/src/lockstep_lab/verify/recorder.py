@@ -225,9 +225,9 @@ class TrainingRecorder(Recorder):
         """Record what is known at the end, also where the training was stopped."""
         self._recording_operations.close()
         recording, start, self._start = self.recording, self._start, {}
-        if start:
-            parameters = self.run.model.named_parameters()
-            moved = [numbers(sharded_tensor.local(p.detach())) - numbers(start[name]) for name, p in parameters]
+        now = {name: sharded_tensor.local(p.detach()) for name, p in self.run.model.named_parameters()}
+        if start and all(now[name].shape == begun.shape for name, begun in start.items()):  # else a pass has failed
+            moved = [numbers(now[name]) - numbers(begun) for name, begun in start.items()]
             recording.moves_in_passes = self.run.moves_in_passes
             recording.moved = math.sqrt(sum(float(change.square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -78,6 +78,8 @@ class TaskProbe(Coupling):
     """The place of a dropout that is active in `Task.predict`, except on purpose."""
     sees_future: str = ""
     """See `causality.sees_future`."""
+    changes_batch: str = ""
+    """The method of the task that writes into its batch in an evaluation."""
     loss_difference: str = ""
     """The losses of the same batch with the same seed, if they differ: two values."""
     prediction_difference: str = ""
@@ -213,6 +215,16 @@ class TaskProbe(Coupling):
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
             return f"Task.loss must return a SUM over its units (reduction='sum'), but returns a mean{heads}: {off}"
+        if self.in_collate:
+            return (
+                "Task.collate gives a sample other numbers in another micro-batch, such as a normalisation by the "
+                "batch. Use statistics of the whole training data, in Task.prepare"
+            )
+        if self.divided_by:
+            return (
+                f"the loss is a mean: it was divided by the sum that {self.divided_by} makes in each micro-batch, and "
+                "micro-batches have different ones. Return the SUM, and this count by Task.weight"
+            )
         if self.is_no_sum:
             once = "a term is a mean or is added once per batch, or " if self.adds_once else ""
             return (
@@ -299,7 +311,11 @@ def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int
 
 def _find_draws(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
     """Find what draws random numbers, set all dropout probabilities to zero, and find out who sees later tokens."""
-    loss = loss_of_batch(task)
+    loss, training = loss_of_batch(task), model.training
+    with contextlib.suppress(Exception), torch.no_grad():
+        calls = {"Task.loss": loss, "Task.predict": task.predict}
+        probe.changes_batch = next((name for name, call in calls.items() if _changes(call, model.eval(), batch)), "")
+    model.train(training)
     probe.random = generators.random_operations(loss, model, batch)
     probe.random_in_evaluation = generators.random_operations(loss, model.eval(), batch)
     with contextlib.suppress(Exception):  # other checks report whether the task can predict
@@ -312,6 +328,15 @@ def _find_draws(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> N
             probe.dropped_in_prediction = dropped
     with contextlib.suppress(Exception), DropoutDisabled():
         probe.sees_future = sees_future(loss, model.eval(), batch)
+
+
+def _changes(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> bool:
+    """True if a call writes into the tensors of its batch, which is left as it was."""
+    own = data.mapped(batch, torch.clone)
+    before = [tensor.clone() for tensor in data.tensors(own)]
+    call(model, own)
+    pairs = zip(before, data.tensors(own), strict=True)
+    return any(not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in pairs)
 
 
 def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:

@@ -48,13 +48,20 @@ def test_noise_without_a_slope_is_not_significant():
     wrong = 0
     for seed in range(300):
         draw = random.Random(seed)
-        wrong += t_of_slope([5.0 + draw.gauss(0, 1) for _ in range(60)]) < learning._SIGNIFICANT_T
+        wrong += learning._slope([5.0 + draw.gauss(0, 1) for _ in range(60)]) < learning._SIGNIFICANT_T
     assert wrong <= 6  # once in 200 by chance
 
 
 def test_a_slope_below_much_noise_is_found():
     draw = random.Random(1)
     assert t_of_slope([5.0 - 0.05 * step + draw.gauss(0, 0.5) for step in range(60)]) < learning._SIGNIFICANT_T
+
+
+def test_a_slope_below_a_few_huge_losses_is_found():
+    draw = random.Random(3)
+    curve = [5.0 - 0.02 * step + draw.gauss(0, 0.5) + 90 * (step % 17 == 5) for step in range(120)]
+    assert t_of_slope(curve) > learning._SIGNIFICANT_T > learning._slope(curve)
+    assert learning._slope([*curve, math.inf]) == 0
 
 
 @given(st.floats(-1e6, 1e6), st.integers(0, 100))

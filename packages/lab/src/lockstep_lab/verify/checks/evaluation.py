@@ -183,6 +183,12 @@ def predictions(experiments: ExperimentRunner) -> CheckResult:
             f"{probe.sees_future}, which is its target. Likely cause: the model has no causal mask, or its labels are "
             "shifted once too often"
         )
+    if probe.changes_batch:
+        return fault(
+            f"{probe.changes_batch} writes into its batch, so the metrics, and what else uses the batch, get other "
+            "numbers. Likely cause: an in-place operation on a tensor of the batch, such as add_ or x[mask] = 0: use a "
+            "copy"
+        )
     if baseline.no_data or baseline.no_predict:
         return not_shown("there is no evaluation data" if baseline.no_data else "the task has no predict")
     if probe.dropped_in_prediction:

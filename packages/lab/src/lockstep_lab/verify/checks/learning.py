@@ -29,7 +29,7 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
     for factor in (1, experiments.patience):
         recording = experiments.learned(factor)[0]
         curve = recording.losses
-        slope = t_of_slope(curve)
+        slope = _slope(curve)
         by_epoch = _means_of_epochs(curve, recording.steps_per_epoch)
         falls = _falls(recording)
         if falls:
@@ -58,7 +58,9 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
                 **more,
             )
         return fault(f"the loss does not fall: {path}; check the gradients, the labels and optim.lr", **more)
-    if highest - first > abs(first) and not _are_calm(by_epoch, curve[0]):
+    if highest - first > abs(first) and not _are_calm(
+        by_epoch, statistics.median(curve[: recording.steps_per_epoch or 1])
+    ):
         return fault(
             f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; "
             "lower optim.lr or set optim.clip_norm",
@@ -73,7 +75,15 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
 def _falls(recording: Recording) -> bool:
     """True if the loss falls beyond chance, from step to step or from epoch to epoch."""
     by_epoch = _means_of_epochs(recording.losses, recording.steps_per_epoch)
-    return t_of_slope(recording.losses) < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
+    return _slope(recording.losses) < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
+
+
+def _slope(curve: Sequence[float]) -> float:
+    """The steeper fall of two: of the losses, and of their ranks, which single steps with a large loss do not move."""
+    if not all(map(math.isfinite, curve)):
+        return 0.0
+    places = {loss: float(place) for place, loss in enumerate(sorted(curve))}
+    return min(t_of_slope(curve), t_of_slope([places[loss] for loss in curve]))
 
 
 def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float]:
@@ -84,7 +94,7 @@ def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float
 
 
 def _are_calm(means: Sequence[float], first: float) -> bool:
-    """True if the epochs' mean losses never double, and end below the loss of the first step.
+    """True if the epochs' mean losses never double, and end below the median of the steps of the first.
 
     Single steps may still be far apart: some have few samples, or units of a head that most steps lack.
     """
