@@ -181,6 +181,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             labels (that the loss is a mean of, if some are ignored),
                                                             rows (the same, if none is), factor (what the script
                                                             multiplies the loss with),
+                                                            summed_to: {at, ranks} of a sum over ranks, or a gather,
+                                                            whose result the divisor is,
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks), discarded (all gradients of the pass
                                                             before were gone when this one began, and no optimizer

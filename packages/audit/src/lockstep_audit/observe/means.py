@@ -149,6 +149,26 @@ def divided_at(by: float | None) -> list[str | int] | None:
     return next((at for other, at in reversed(_divisions) if float(other) == by), None)
 
 
+_sums: deque[tuple[int, list[Any], Any, dict[str, Any]]] = deque(maxlen=16)
+"""Counts that ranks summed or gathered: the step, the results, the rank's own counts, and where and with which ranks."""
+
+
+def exchanged(results: list[Any], own: Any, **told: Any) -> None:
+    """A sum over ranks of numbers that are not negative, or a gather of numbers from each. Results may come later."""
+    _sums.append((recorder.counts.optimizer_steps, results, own, told))
+
+
+def summed_to(divisor: float) -> dict[str, Any] | None:
+    """The sum over ranks since the last step that a loss is divided by, if this rank contributed only a part of it."""
+    for step, results, own, told in reversed(_sums):
+        if step == recorder.counts.optimizer_steps:
+            total = torch.stack([torch.as_tensor(each).detach().flatten() for each in results]).sum(0)
+            is_it = total == torch.tensor(divisor).to(total.dtype)
+            if bool((is_it & (torch.as_tensor(own).flatten() < total)).any()):
+                return told
+    return None
+
+
 def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
     """Tensor / Tensor of two numbers, outside training. In training: where the script divides a loss."""
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.ndim:

@@ -91,30 +91,28 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Running statistics that differ between ranks when an evaluation begins."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     known = facts.keys(history, "wrap", "model", "at")
-    by_model: dict[object, dict[int, dict[str, str]]] = {}
-    places: dict[object, Event] = {}
-    seen = False
+    by_turn: dict[Any, dict[int, Event]] = {}
     for event in history.of("buffers"):
         wrap = wraps.get((event["rank"], event["model"]))
         if wrap is None or not wrap["how"].startswith(("ddp", "fsdp")):
             continue
-        seen = True
-        key = known[event["rank"], event["model"]], facts.group_of(history, wrap)
-        by_model.setdefault(key, {}).setdefault(event["rank"], event["digests"])
-        places.setdefault(key, event)
+        key = known[event["rank"], event["model"]], facts.group_of(history, wrap), event["step"], str(event.get("at"))
+        by_turn.setdefault(key, {}).setdefault(event["rank"], event)
+    together = {key[:2]: events for key, events in reversed(by_turn.items()) if len(events) > 1}  # the first of each
     findings = []
-    for model, digests in by_model.items():
+    for events in together.values():
+        digests, first = {rank: event["digests"] for rank, event in events.items()}, next(iter(events.values()))
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
-        if names and len(digests) > 1:
+        if names:
             evidence = (
                 f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {facts.some(names)}"
             )
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
-            at, step = place(places[model].get("at")), places[model]["step"]
+            at, step = place(first.get("at")), first["step"]
             findings.append(Finding("LS602", at, evidence, cause, remedy, tuple(digests), step))
-    return findings if seen else "no wrapped model with buffers was evaluated after training"
+    return findings if by_turn else "no wrapped model with buffers was evaluated after training"
 
 
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")

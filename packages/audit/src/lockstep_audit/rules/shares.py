@@ -353,13 +353,18 @@ def _pairs(parts: list[Any]) -> list[tuple[int, int]]:
     return list(zip(*parts, strict=True)) if is_whole else []
 
 
-def probes(history: EventHistory) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
-    """Samples of data sets that a sampler deals: the event of a rank, and by rank the fields of the same samples."""
+def probes(history: EventHistory, dealt: bool = True) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
+    """Samples of data sets that a sampler deals: the event of a rank, and by rank the fields of the same samples.
+
+    Args:
+        dealt: False: of data sets that no sampler deals.
+    """
     found: list[tuple[Event, dict[int, list[list[Any]]]]] = []
     read = {(event["rank"], event["loader"]): event for event in history.of("probe")}
     for epochs in iterations(history).values():
         for by_rank in list(epochs.values())[:1]:
-            its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and (rank, it.begin["loader"]) in read}
+            its = {rank: it for rank, it in by_rank.items() if (rank, it.begin["loader"]) in read}
+            its = {rank: it for rank, it in its.items() if (it.shards > 1) == dealt}
             events = {rank: read[rank, it.begin["loader"]] for rank, it in its.items()}
             sizes = {rank: event["dataset_size"] for rank, event in events.items()}
             if len(events) > 1 and not differ(sizes):
