@@ -66,6 +66,7 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             duplicates), joined (in or after a `join`). Frameworks draw
                                                             batches ahead: then the counts continue to the next
                                                             iteration begins, and the event is written then
+    join          a `join` begins                           (only `at`)
     probe         the process group ends, or at exit: the   loader, dataset_size, samples: {index: [of each field]}: a
                   script has computed all it computes       list of whole numbers, or a digest, or null (random, or of
                                                             an unknown type)
@@ -91,9 +92,14 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                   result is a constant factor in a loss
     padded        Accelerator.pad_across_processes of       index (pad_index), ignored (it has -100), held (it has
                   whole numbers                             index), added (elements, on this rank)
+    padding       a metric of gathered rows that were       by, by_at (the metric), rows, own (without padding; -1: not
+                  padded to the longest shard (`at`: of the known)
+                  gather)
     frozen        the first call of a module that gets no   class, digest, names_digest (with shapes), made_from,
                   gradient, and that no wrapper and no      is_early, changes (as in `copies` of exit)
                   optimizer has
+    frozen_part   the first call of a part of a model of    model, names (of its parameters)
+                  DDP whose parameters get no gradient
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
                   evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
                   by the script, of eval_ and test_ metrics
@@ -206,6 +212,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             between), factor (what the script multiplied by in all).
                                                             A loss divided before its backward shows in `ops` only.
                                                             unwaited (asynchronous, and nobody called wait())
+    copy_reduce   an optimizer steps after copies of its    optimizer
+                  gradients were summed over ranks, and none
+                  came back to its gradient
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
@@ -225,14 +234,16 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
     weights       a model of DDP's first evaluation         model, digests: {name: digest} of parameters, path (places
                   forward after training, eval() or a load  of the user that led here, the innermost first), changed:
                                                             {at (such a path), before: {name: digest}} of a load
-                                                            of its weights since the last training forward
+                                                            of its weights since the last training forward, inputs
+                                                            (digest)
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
                   most 2,000 for each line                  this group), divided_integer (bool), root (src or dst),
                                                             names: {variable: text} of the calling function,
                                                             parameter (the place of the gradient that is reduced),
                                                             given_at (the call that gave the number to the function),
                                                             ratio_of (what the number was divided by), result_of
-                                                            ("exp" or "sqrt"),
+                                                            ("exp", "sqrt", or a function
+                                                            of a library of metrics),
                                                             value (of one number), mean_of: {means, numbers, least,
                                                             most, unequal, weighted} where that number is the mean of
                                                             means that one line computed outside of training,

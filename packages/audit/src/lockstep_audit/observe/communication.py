@@ -110,6 +110,8 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
         event |= recorder.guard("gathered rows", gathered_evaluation.note, name, values, at) or {}
     is_sum = reduction is not None and reduction.parameter is None and event["reduce_op"] == "SUM"
     before = recorder.guard("running counts", gathered_evaluation.before_sum, tensor) if is_sum else None
+    if event["reduce_op"] == "MAX" and name == "all_reduce" and tensor is not None and tensor.numel() == 1:
+        recorder.guard("sizes", gathered_evaluation.sizes_exchanged, tensor.clone(), tensor)
     event |= {**seen}
     recorder.emit("collective", limit=_EACH_LINE, **event)
     if name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -161,20 +162,21 @@ def integer_mean(history: EventHistory) -> Iterable[Finding] | str:
 def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
     """A mean over batches or ranks that gives a small part the same weight as a large one."""
     findings: list[Finding] = []
-    turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
+    turns: dict[tuple[Any, ...], dict[int, Event]] = {}
+    numbers: Counter[tuple[Any, ...]] = Counter()
     for event in history.of("collective"):
         if "value" in event:
             key = (*(event.get("at") or ["?", 0, ""]), event["step"])
-            turns.setdefault(key, {}).setdefault(event["rank"], []).append(event)
-    for (file, row, function, step), by_rank in turns.items():
-        firsts = {rank: events[0] for rank, events in by_rank.items()}
+            turns.setdefault((*key, numbers[key, event["rank"]]), {})[event["rank"]] = event
+            numbers[key, event["rank"]] += 1
+    for (file, row, function, step, _), firsts in turns.items():
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
         if words:
             file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add up the sums and counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, but each mean has the same weight"
-            cause = "a mean of roots or exponentials is not that of the mean" if "()" in words else cause
-            at, ranks = SourceLine(file, row, function), tuple(by_rank)
+            cause = "the metric of all samples is not the mean of those of shards" if "()" in words else cause
+            at, ranks = SourceLine(file, row, function), tuple(firsts)
             findings.append(Finding("LS604", at, words, cause, remedy, ranks, step))
     return findings if turns else "ranks exchanged no single number"
 
@@ -197,12 +199,14 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
-    if any(event.get("elements", 1) > 1 for event in firsts.values()):
-        return None
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
+    ops = {event.get("reduce_op") for event in firsts.values()}
+    curves = curves if ops <= {"SUM", "AVG", None} and not any(history.of("hand_average")) else {}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
         return f"each rank contributes {name}() of its shard, and the mean of these is not that of the whole"
+    if any(event.get("elements", 1) > 1 for event in firsts.values()):
+        return None
     ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
     if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
         shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})

@@ -223,6 +223,13 @@ def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
     return sorted(each.lineno for each in found if any(word in name_of(each.value).lower() for word in words))
 
 
+def decorated_for_one_rank(path: str, row: int) -> int | None:
+    """The line of a decorator such as `@rank_zero_only`, of the innermost function around a line."""
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
+    found = [n for each in functions[-1:] for n in each.decorator_list]
+    return next((n.lineno for n in found if any(w in ast.unparse(n).lower() for w in _OF_ONE_RANK)), None)
+
+
 def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
     """Lines of Lightning's prepare_data that set what other methods read and only the constructor also sets."""
     found = []
