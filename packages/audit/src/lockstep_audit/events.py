@@ -47,6 +47,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             of these data, whose order a sampler of this shuffles,
                                                             generators (digest of the states of those that a stream or
                                                             its loader holds),
+                                                            held (whole numbers of a sampler of the script),
+                                                            sampler_in (file of its class),
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000

@@ -10,6 +10,7 @@ from typing import Any
 
 _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob", "iterdir")
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
+_SEEDING = ("manual_seed", "seed", "Random", "default_rng", "RandomState", "SeedSequence")
 _OF_ONE_RANK = ("rank", "main", "master", "global_zero")
 _EXCHANGES = ("broadcast", "reduce", "gather", "scatter")
 _HARMLESS = ("requires_grad_", "detach_")
@@ -228,6 +229,13 @@ def decorated_for_one_rank(path: str, row: int) -> int | None:
     functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
     found = [n for each in functions[-1:] for n in each.decorator_list]
     return next((n.lineno for n in found if any(w in ast.unparse(n).lower() for w in _OF_ONE_RANK)), None)
+
+
+def seeds(path: str, name: str) -> list[int]:
+    """Lines that seed a random generator with a variable or an attribute of this name."""
+    calls = [n for n in nodes(path) if isinstance(n, ast.Call) and name_of(n) in _SEEDING]
+    given = {n: [inner for each in n.args for inner in ast.walk(each)] for n in calls}
+    return sorted(n.lineno for n, inside in given.items() if name in map(name_of, inside))
 
 
 def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
