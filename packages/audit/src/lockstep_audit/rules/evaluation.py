@@ -201,7 +201,8 @@ def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | No
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     ops = {event.get("reduce_op") for event in firsts.values()}
-    curves = curves if ops <= {"SUM", "AVG", None} and not any(history.of("hand_average")) else {}
+    is_of_one = replicas(history) and not any(history.of("hand_average"))  # not folds, or models of ranks
+    curves = curves if ops <= {"SUM", "AVG", None} and (is_of_one or {*curves.values()} <= {"exp", "sqrt"}) else {}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
         return f"each rank contributes {name}() of its shard, and the mean of these is not that of the whole"

@@ -193,7 +193,7 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
         is_multiplied |= abs((event.get("rescaled") or 1.0) - len(group)) < _SAME
         for what in _WORDS if "divisor" in backward and ops[0].startswith("Div") and not is_multiplied else ():
             count = given.get((event["optimizer"], event["index"], what))
-            count = backward["divisor"] if what == "summed" and _is_own_part(backward, group) else count
+            count = backward["divisor"] if what == "summed" and _is_own_part(history, backward, group) else count
             if count:
                 told.setdefault((str(backward.get("at")), what), []).append((event, backward, count))
     for (_, what), turns in told.items():
@@ -213,12 +213,12 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
     return []
 
 
-def _is_own_part(backward: Event, group: tuple[int, ...]) -> bool:
+def _is_own_part(history: EventHistory, backward: Event, group: tuple[int, ...]) -> bool:
     """True if a sum over this rank's numbers is divided by a count that exactly these ranks added up."""
     told, ops = backward.get("summed_to"), backward["ops"]
     is_sum = ops[1:2] and (ops[1].startswith("Sum") or ("summed" in backward and ops[1].startswith(_MEANS)))
     is_local = not any("Reduce" in op or "Gather" in op for op in ops)
-    return bool(told and is_sum and is_local) and tuple(sorted((told or {}).get("ranks") or group)) == group
+    return bool(told and is_sum and is_local) and sorted((told or {}).get("ranks") or history.ranks) == [*group]
 
 
 def _division(loss_at: Any, at: Any) -> Any:

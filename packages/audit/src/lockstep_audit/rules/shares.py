@@ -144,6 +144,7 @@ def shares_wrong(history: EventHistory) -> Iterable[Finding] | str:
             continue
         mine = {rank: it for rank, it in its.items() if any(rank in group for group in groups)}
         own = _rank_in({rank: it.begin.get("held") or {} for rank, it in its.items()}, len(history.ranks))
+        own = own if own and sources.deals(first.begin.get("sampler_in") or "", own) else None
         shares = {rank: _share(it, bool(own) or (rank, it.begin["loader"]) in fixed) for rank, it in mine.items()}
         known = {rank: share for rank, share in shares.items() if share}
         seen = seen or len(known) > 1

@@ -238,6 +238,13 @@ def seeds(path: str, name: str) -> list[int]:
     return sorted(n.lineno for n, inside in given.items() if name in map(name_of, inside))
 
 
+def deals(path: str, name: str) -> bool:
+    """True if a file takes every n-th part of something by an attribute or a variable of this name."""
+    parts = [n for n in nodes(path) if isinstance(n, ast.Slice) or (isinstance(n, ast.Call) and name_of(n) == "islice")]
+    parts += [n for n in nodes(path) if isinstance(n, ast.Compare) and "%" in ast.unparse(n)]
+    return any(name == name_of(inner) for part in parts for inner in ast.walk(part))
+
+
 def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
     """Lines of Lightning's prepare_data that set what other methods read and only the constructor also sets."""
     found = []
