@@ -91,7 +91,7 @@ def _within(history: EventHistory) -> EventHistory:
     """
     saves = {str(e.get("path")): e for e in reversed(list(history.of("save"))) if e["step"]}
     states = [event for event in history.of("state") if event.get("what") == "optimizer"]
-    cuts, firsts = {}, []
+    cuts, firsts = dict[int, int](), list[Event]()
     for rank in history.ranks if history.previous is None and saves else ():
         made = list(history.of("optimizer", rank=rank))
         again = [(one, other) for one, other in itertools.pairwise(made) if _is_like(one, other)]
