@@ -148,8 +148,8 @@ def padding_counted(history: EventHistory) -> Iterable[Finding] | str:
         remedy = "cut each part to its length: torch.cat([part[:size] for part, size in zip(parts, sizes)])"
         ranks = tuple(history.ranks)
         findings.append(Finding("LS608", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
-    seen = found or any(call.get("op") in _GATHERS for call in history.of("collective"))
-    return findings if seen else "nothing was padded or gathered"
+    is_seen = found or findings or any(call.get("op") in _GATHERS for call in history.of("collective"))
+    return findings if is_seen else "nothing was padded or gathered"
 
 
 def _handles_padding(path: str) -> bool:

@@ -39,7 +39,7 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
                 remedy = "read the result: box = [order]; dist.broadcast_object_list(box); order = box[0]"
                 findings.append(Finding("LS507", at, evidence, cause, remedy, ranks, event["step"]))
     findings += _copies(history)
-    return findings if any(history.of("collective")) else "no collective was seen in Python"
+    return findings if findings or any(history.of("collective")) else "no collective was seen in Python"
 
 
 def _copies(history: EventHistory) -> list[Finding]:
