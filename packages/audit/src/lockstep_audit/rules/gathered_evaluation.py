@@ -140,14 +140,14 @@ def padding_counted(history: EventHistory) -> Iterable[Finding] | str:
             remedy = "pad_across_processes(labels, dim=1, pad_index=-100)"
             ranks = {event["rank"] for event in events}
             findings.append(Finding("LS608", place(first.get("at")), evidence, cause, remedy, (*ranks,), first["step"]))
-    for event in list(history.of("padding")):
+    for event in history.of("padding"):
         evidence = f"each rank gathered as many rows as the rank with the most, and {event['by']} at "
         evidence += f"{line(event.get('by_at'))} counts all {event['rows']}"
         evidence += f", but ranks have {event['own']} together" if event["own"] > 0 else ""
         cause = "shards have different lengths, and nothing removes the rows that fill up the shorter ones"
         remedy = "cut each part to its length: torch.cat([part[:size] for part, size in zip(parts, sizes)])"
-        ranks = tuple(history.ranks)
-        findings.append(Finding("LS608", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
+        at, everyone = place(event.get("at")), tuple(history.ranks)
+        findings.append(Finding("LS608", at, evidence, cause, remedy, everyone, event["step"]))
     is_seen = found or findings or any(call.get("op") in _GATHERS for call in history.of("collective"))
     return findings if is_seen else "nothing was padded or gathered"
 
