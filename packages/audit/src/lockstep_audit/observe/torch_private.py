@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -132,8 +133,8 @@ def _patches() -> list[Patch]:
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]
-    names = [(module, f"{task}{name}", name) for module in _METRICS for task in _TASKS for name in SCORES]
-    found += [Patch(*owner, functools.partial(scored, name), is_optional=True) for *owner, name in names]
+    for module, task, name in itertools.product(_METRICS, _TASKS, SCORES):
+        found += [Patch(module, f"{task}{name}", functools.partial(scored, name), is_optional=True)]
     clearing = (("torch.optim.optimizer", "Optimizer.zero_grad"), ("torch.nn.modules.module", "Module.zero_grad"))
     found += [Patch(*owner, gradients.note_cleared) for owner in clearing]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
