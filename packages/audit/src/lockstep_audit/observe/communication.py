@@ -143,11 +143,14 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
 
 def _note_counts(values: Sequence[Any], at: list[str | int] | None, group: dist.ProcessGroup | None) -> None:
     """A gather of one number from each rank, or of a few."""
-    own, results = (values[1] if len(values) > 1 else None), values[0]
-    is_few = isinstance(own, torch.Tensor) and own.numel() <= _FEW and gathered_evaluation.before_sum(own) is not None
-    if is_few or type(own) in (int, float):
+    results, *rest = values
+    own = rest[0] if rest else None
+    is_tensor = isinstance(own, torch.Tensor)
+    if is_tensor and own.numel() <= _FEW and gathered_evaluation.before_sum(own) is not None:
         results = list(results.view(-1, *own.shape)) if isinstance(results, torch.Tensor) else results
-        means.exchanged(results, own, at=at, ranks=torch_state.ranks_of(group))
+    elif type(own) not in (int, float):
+        return
+    means.exchanged(results, own, at=at, ranks=torch_state.ranks_of(group))
 
 
 def _root(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:
