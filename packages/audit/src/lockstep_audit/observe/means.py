@@ -183,7 +183,7 @@ def summed_to(divisor: float) -> dict[str, Any] | None:
             total = torch.stack([torch.as_tensor(each).detach().flatten() for each in results]).sum(0)
             is_it = total == torch.tensor(divisor).to(total.dtype)
             if bool((is_it & (torch.as_tensor(own).flatten() < total)).any()):
-                return told
+                return dict(told)
     return None
 
 
