@@ -24,7 +24,7 @@ def main():
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
     set_seed(0)
     model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
-    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-1)
     loader = DataLoader(Polynomials(), batch_size=10, shuffle=True)
     model, opt, loader = accelerator.prepare(model, opt, loader)
     for epoch in range(4):
