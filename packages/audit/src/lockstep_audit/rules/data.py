@@ -307,8 +307,10 @@ def uneven_loaders(history: EventHistory) -> Iterable[Finding] | str:
 
 
 def _steps_are_equal(history: EventHistory, its: dict[int, Iteration]) -> bool:
-    """True if all ranks made equally many steps until the next iteration of a loader, or until they ended: ranks without
-    data take part with empty batches."""
+    """True if all ranks made equally many steps until the next iteration of a loader, or until they ended.
+
+    Ranks without data then take part with empty batches.
+    """
     steps = {}
     for rank, it in its.items():
         later = [e for e in history.of("loader", "exit", rank=rank) if e["number"] > it.begin["number"]]
