@@ -189,7 +189,7 @@ def _is_given(argument: Any, tensor: torch.Tensor) -> bool:
 
 _CLOSE = 1e-6
 _named: Counter[str] = Counter()
-_SMALL, _FEW = 1024, 8
+_SMALL, _FEW, _MOST = 1024, 8, 256
 
 
 def _names(frame: Any) -> dict[str, str] | None:
@@ -203,14 +203,16 @@ def _names(frame: Any) -> dict[str, str] | None:
 
 _averages: set[str] = set()
 _looked: Counter[str] = Counter()
-"""How often each line was examined: all parameters are compared."""
+"""How often each line was examined, in all and in each step: all parameters are compared. A line that first exchanges
+gradients may exchange parameters later."""
 
 
 def _note_average(name: str, tensor: torch.Tensor, at: list[str | int] | None, op: str | None) -> None:
     """Record a line that exchanges parameters after the first step: averages of replicas, by hand."""
-    if str(at) in _averages or not recorder.counts.optimizer_steps or _looked[str(at)] >= _LOOKS:
+    steps = recorder.counts.optimizer_steps
+    if str(at) in _averages or not steps or _looked[f"{at}"] >= _MOST or _looked[f"{at} {steps}"] >= _LOOKS:
         return
-    _looked[str(at)] += 1
+    _looked.update([f"{at}", f"{at} {steps}"])
     found = gradients.parameter_of(tensor)
     if found is not None:
         _averages.add(str(at))

@@ -167,20 +167,26 @@ def divided_at(by: float | None) -> list[str | int] | None:
     return next((at for other, at in reversed(_divisions) if float(other) == by), None)
 
 
-_sums: deque[tuple[int, list[Any], Any, dict[str, Any]]] = deque(maxlen=16)
-"""Counts that ranks summed or gathered: the step, the results, the counts of the rank, and where and with whom."""
+_sums: deque[tuple[int, list[tuple[Any, int]], Any, dict[str, Any]]] = deque(maxlen=16)
+"""Counts that ranks summed or gathered: the step, the results and their versions, the counts of the rank, and where and
+with whom."""
 
 
 def exchanged(results: list[Any], own: Any, **told: Any) -> None:
     """A sum over ranks of numbers that are not negative, or a gather of numbers from each. Results may come later."""
-    _sums.append((recorder.counts.optimizer_steps, results, own, told))
+    _sums.append((recorder.counts.optimizer_steps, [(each, _version(each)) for each in results], own, told))
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written in place. `n /= world` after a sum leaves a mean."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def summed_to(divisor: float) -> dict[str, Any] | None:
     """The sum over ranks since the last step that a loss is divided by, if this rank contributed only a part of it."""
     for step, results, own, told in reversed(_sums):
-        if step == recorder.counts.optimizer_steps:
-            total = torch.stack([torch.as_tensor(each).detach().flatten() for each in results]).sum(0)
+        if step == recorder.counts.optimizer_steps and all(_version(each) == version for each, version in results):
+            total = torch.stack([torch.as_tensor(each).detach().flatten() for each, _ in results]).sum(0)
             is_it = total == torch.tensor(divisor).to(total.dtype)
             if bool((is_it & (torch.as_tensor(own).flatten() < total)).any()):
                 return dict(told)

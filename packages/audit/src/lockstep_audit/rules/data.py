@@ -306,6 +306,18 @@ def uneven_loaders(history: EventHistory) -> Iterable[Finding] | str:
     return findings if seen else _NO_LOADER
 
 
+def _steps_are_equal(history: EventHistory, its: dict[int, Iteration]) -> bool:
+    """True if all ranks made equally many steps until the next iteration of a loader, or until they ended.
+
+    Ranks without data then take part with empty batches.
+    """
+    steps = {}
+    for rank, it in its.items():
+        later = [e for e in history.of("loader", "exit", rank=rank) if e["number"] > it.begin["number"]]
+        steps[rank] = min(later, key=lambda e: int(e["number"]))["step"] - it.begin["step"] if later else None
+    return None not in steps.values() and not differ(steps) and any(steps.values())
+
+
 def _uneven(history: EventHistory, its: dict[int, Iteration]) -> list[Finding]:
     lengths = {rank: it.begin.get("batches") for rank, it in its.items()}
     ends = {rank: it.end for rank, it in its.items()}
@@ -322,6 +334,8 @@ def _uneven(history: EventHistory, its: dict[int, Iteration]) -> list[Finding]:
         if len(backwards) == len(its) and not differ(backwards) and any(backwards.values()):
             return []
     elif None in lengths.values() and is_over and differ(backwards) and differ(given):
+        if _steps_are_equal(history, its):
+            return []
         shown = f"batches in this epoch: {each_rank(given)}"
     else:
         return []

@@ -384,7 +384,8 @@ def loaded_on_some_ranks(history: EventHistory) -> Iterable[Finding] | str:
     wraps = {(e["rank"], e.get("names_digest")): e for e in history.of("wrap") if e["how"].startswith("fsdp")}
     loads: dict[str, dict[int, Event]] = defaultdict(dict)
     for event in history.of("state"):
-        if event.get("what") == "model" and (event["rank"], event.get("names_digest")) in wraps:
+        wrap = wraps.get((event["rank"], event.get("names_digest")))
+        if event.get("what") == "model" and wrap and event["number"] < wrap["number"]:
             loads[event["names_digest"]][event["rank"]] = event
     for digest, by_rank in loads.items():
         group = [rank for rank, other in wraps if other == digest]
