@@ -59,11 +59,11 @@ def shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
     for name in names:
         is_zero = name.endswith(("/skipped", "/bad")) and not entry[name]
         is_many = bool(_family(name)) and families[_family(name)] > _MANY
-        if not (is_zero or is_many or _is_end_of_interval(name, entry)):
+        if not (is_zero or is_many or is_end_of_interval(name, entry)):
             yield name
 
 
-def _is_end_of_interval(name: str, entry: Mapping[str, float]) -> bool:
+def is_end_of_interval(name: str, entry: Mapping[str, float]) -> bool:
     """True for `eval/auc_low/QUESTION` and `eval/auc_high/QUESTION` next to `eval/auc/QUESTION`."""
     middles = (name.replace(end, "", 1) for end in ("_low", "_high") if end in name)
     return any(middle in entry for middle in middles)

@@ -52,6 +52,15 @@ def test_a_result_that_a_part_leaves_without_a_value_has_no_verdict():
     assert verdicts(found, NAME) == {}
 
 
+def test_ends_of_intervals_are_no_results():
+    pair = [of_values(np.arange(10.0) + shift) for shift in (0, 1)]
+    results = ["eval/own_low", "eval/auc", "eval/auc/lung"]
+    for one in pair:
+        for name in [*results, "eval/auc_low", "eval/auc_high/lung"]:
+            one.full[name], one.without[name] = one.full[NAME], one.without[NAME]
+    assert [one.name for one in differences(pair[:1], pair[1:])] == [NAME, *results]
+
+
 def test_there_is_a_letter_for_each_of_many_trainings():
     assert list(itertools.islice(judgement._letters(), 24, 28)) == ["Y", "Z", "A2", "B2"]
 

@@ -15,6 +15,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.parts.entry_line import is_end_of_interval
+
 Array = npt.NDArray[np.float64]
 _LEVEL = 0.05
 """The share of intervals that may miss the true difference; of verdicts that may be wrong if there is none."""
@@ -72,13 +74,14 @@ class ResultDifference:
 
 
 def differences(first: Sequence[EvaluatedRun], other: Sequence[EvaluatedRun]) -> list[ResultDifference]:
-    """The differences of all results that all runs have.
+    """The differences of all results that all runs have, without the ends of intervals.
 
     Args:
         first: the runs of a training, which differ in their seeds.
         other: the runs of another training, on the same evaluation data.
     """
-    names = [name for name in first[0].full if all(name in one.full for one in [*first, *other])]
+    shared = [name for name in first[0].full if all(name in one.full for one in [*first, *other])]
+    names = [name for name in shared if not is_end_of_interval(name, first[0].full)]
     return [_difference(name, first, other) for name in names]
 
 

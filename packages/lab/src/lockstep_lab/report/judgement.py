@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import string
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,8 @@ class Judgement:
         rows = []
         for one in self.found:
             low, high = one.interval
-            values = [number_text(one.first), number_text(one.other), f"{one.value:+.4g}", f"{low:+.4g} to {high:+.4g}"]
+            text = "unknown" if math.isnan(low) else f"{low:+.4g} to {high:+.4g}"
+            values = [number_text(one.first), number_text(one.other), f"{one.value:+.4g}", text]
             rows.append([one.name, *values, self.words.get(one.name, "no difference shown")])
         return rows
 

@@ -191,7 +191,7 @@ def _explain(
 
 
 def _collate_mixes(batches: Sequence[Batch], sizes: Sequence[int]) -> bool:
-    """True if a batch has other numbers for its samples than its halves. Padding to the longest sample is no mixing."""
+    """True if a batch has other numbers for its samples than its halves. Padding does not count."""
     whole, first, second = [[one for one in data.tensors(batch) if one.ndim] for batch, _ in batches]
     if not len(whole) == len(first) == len(second):
         return False

@@ -113,7 +113,7 @@ def _is_sum(values: Sequence[float]) -> bool:
 
 
 def _near_share(sums: Sequence[float], sizes: Sequence[int]) -> bool:
-    """True if a sum is proportional to the number of samples, so that it cannot be told from it."""
+    """True if a sum is proportional to the number of samples, so that both are possible divisors."""
     return all(math.isclose(of / sums[0], size / sizes[0], rel_tol=1e-6) for of, size in zip(sums, sizes, strict=True))
 
 
