@@ -14,7 +14,7 @@ from lockstep_lab.verify import free_outputs
 from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep_lab.verify.constant_baseline import constant_baseline
 from lockstep_lab.verify.free_outputs import FreeOutputs, fit_outputs, least_loss
-from packages.lab.tests.verify import odd_tasks
+from packages.lab.tests.verify import odd_tasks, unusual_kinds
 from tests import lm_cases, own_tasks, runs
 from tests.selection import mainly
 
@@ -242,3 +242,12 @@ def test_a_constant_map_has_a_number_for_each_channel_at_any_size():
     for height, width in ((4, 6), (5, 3)):
         assert outputs(torch.zeros(2, 1, height, width)).shape == (2, 3, height, width)
     assert [tuple(parameter.shape) for parameter in outputs.outputs] == [(3, 1, 1)]
+
+
+def test_targets_that_a_frozen_teacher_makes_stay_as_they_are():
+    task = unusual_kinds.Distilled()
+    loss, (constant,) = fitted(task)
+    torch.manual_seed(0)
+    taught = task.model().eval()(task.train_data().tensors[0])[1]
+    torch.testing.assert_close(constant, taught.mean(dim=0), atol=1e-3, rtol=0)
+    assert loss == pytest.approx(float((taught - taught.mean(dim=0)).square().sum(dim=1).mean()), rel=1e-4)

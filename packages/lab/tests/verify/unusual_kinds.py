@@ -287,3 +287,32 @@ class StronglyAugmented(_Classifier):
             inputs = inputs * (0.7 + 0.6 * torch.rand(())) + 0.3 * torch.randn(12)
             inputs = torch.where(torch.rand(12) < 0.2, torch.zeros(()), inputs)
         return inputs, sample[1]
+
+
+class Distilled(Task):
+    """A student learns the outputs of a frozen teacher, which the model returns, too."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Linear(12, 4).requires_grad_(False)
+            self.student = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+
+        def forward(self, features):
+            return self.student(features), 3 * self.teacher(features)
+
+    def model(self):
+        return self.Pair()
+
+    def train_data(self):
+        return TensorDataset(torch.randn(200, 12, generator=torch.Generator().manual_seed(0)))
+
+    def eval_data(self):
+        return TensorDataset(torch.randn(64, 12, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, model, batch):
+        student, taught = model(batch[0])
+        return (student - taught).square().sum()
+
+    def predict(self, model, batch):
+        return model(batch[0])[0]

@@ -40,6 +40,7 @@ class FreeOutputs(nn.Module):
         object.__setattr__(self, "inner", model)  # not a submodule: its parameters are not fitted
         self.constant = constant
         self.outputs = nn.ParameterList()
+        self._learns: list[bool] = []  # by output of the first call
         self._known: dict[tuple[Any, ...], Any] = {}  # outputs of the model, by the shapes of its inputs
 
     def __getattr__(self, name: str) -> Any:
@@ -57,11 +58,12 @@ class FreeOutputs(nn.Module):
             return self.inner(*args, **kwargs)
         model_outputs = self._outputs_of_model(args, kwargs)
         tokens = {tensor.shape for tensor in data.tensors((args, kwargs)) if not tensor.is_floating_point()}
-        place = -1
+        place = call = -1
 
         def replace(tensor: Tensor) -> Tensor:
-            nonlocal place
-            if not _is_replaced(tensor):
+            nonlocal place, call
+            call += _is_replaced(tensor)
+            if not _is_replaced(tensor) or not (self._are_all_free or self._learns[call % len(self._learns)]):
                 return tensor
             place += 1
             shape = _constant_shape(tensor, tensor.shape[:-1] in tokens) if self.constant else tensor.shape
@@ -74,14 +76,22 @@ class FreeOutputs(nn.Module):
 
         return data.mapped(model_outputs, replace)
 
+    @property
+    def _are_all_free(self) -> bool:
+        """True if no output is a target, such as that of a frozen teacher, which no parameter reaches."""
+        return all(self._learns) or not any(self._learns)
+
     def _outputs_of_model(self, args: Any, kwargs: Any) -> Any:
         """The outputs of the model. It runs once for inputs of the same shapes, if all its outputs are replaced."""
         shapes = tuple(tensor.shape for tensor in data.tensors((args, kwargs)))
         if shapes in self._known:
             return self._known[shapes]
-        with torch.no_grad():
+        with torch.enable_grad():
             outputs = self.inner(*args, **kwargs)
-        if shapes and all(map(_is_replaced, data.tensors(outputs))):
+        if not self._learns:
+            self._learns = [tensor.requires_grad for tensor in data.tensors(outputs) if _is_replaced(tensor)]
+        outputs = data.mapped(outputs, torch.Tensor.detach)
+        if shapes and all(map(_is_replaced, data.tensors(outputs))) and self._are_all_free:
             self._known[shapes] = outputs
         return outputs
 
