@@ -144,9 +144,8 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
 def _note_counts(values: Sequence[Any], at: list[str | int] | None, group: dist.ProcessGroup | None) -> None:
     """A gather of one number from each rank, or of a few."""
     results, *rest = values
-    own = rest[0] if rest else None
-    is_tensor = isinstance(own, torch.Tensor)
-    if is_tensor and own.numel() <= _FEW and gathered_evaluation.before_sum(own) is not None:
+    own: Any = rest[0] if rest else None
+    if isinstance(own, torch.Tensor) and own.numel() <= _FEW and gathered_evaluation.before_sum(own) is not None:
         results = list(results.view(-1, *own.shape)) if isinstance(results, torch.Tensor) else results
     elif type(own) not in (int, float):
         return
