@@ -47,6 +47,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             of these data, whose order a sampler of this shuffles,
                                                             generators (digest of the states of those that a stream or
                                                             its loader holds),
+                                                            held (whole numbers of a sampler of the script),
+                                                            sampler_in (file of its class),
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
@@ -66,6 +68,7 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             duplicates), joined (in or after a `join`). Frameworks draw
                                                             batches ahead: then the counts continue to the next
                                                             iteration begins, and the event is written then
+    join          a `join` begins                           (only `at`)
     probe         the process group ends, or at exit: the   loader, dataset_size, samples: {index: [of each field]}: a
                   script has computed all it computes       list of whole numbers, or a digest, or null (random, or of
                                                             an unknown type)
@@ -91,9 +94,14 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                   result is a constant factor in a loss
     padded        Accelerator.pad_across_processes of       index (pad_index), ignored (it has -100), held (it has
                   whole numbers                             index), added (elements, on this rank)
+    padding       a metric of gathered rows that were       by, by_at (the metric), rows, own (without padding; -1: not
+                  padded to the longest shard (`at`: of the known)
+                  gather)
     frozen        the first call of a module that gets no   class, digest, names_digest (with shapes), made_from,
                   gradient, and that no wrapper and no      is_early, changes (as in `copies` of exit)
                   optimizer has
+    frozen_part   the first call of a part of a model of    model, names (of its parameters)
+                  DDP whose parameters get no gradient
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
                   evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
                   by the script, of eval_ and test_ metrics
@@ -181,6 +189,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             labels (that the loss is a mean of, if some are ignored),
                                                             rows (the same, if none is), factor (what the script
                                                             multiplies the loss with),
+                                                            summed_to: {at, ranks} of a sum over ranks, or a gather,
+                                                            whose result the divisor is,
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks), discarded (all gradients of the pass
                                                             before were gone when this one began, and no optimizer
@@ -204,6 +214,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             between), factor (what the script multiplied by in all).
                                                             A loss divided before its backward shows in `ops` only.
                                                             unwaited (asynchronous, and nobody called wait())
+    copy_reduce   an optimizer steps after copies of its    optimizer
+                  gradients were summed over ranks, and none
+                  came back to its gradient
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
@@ -223,14 +236,16 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
     weights       a model of DDP's first evaluation         model, digests: {name: digest} of parameters, path (places
                   forward after training, eval() or a load  of the user that led here, the innermost first), changed:
                                                             {at (such a path), before: {name: digest}} of a load
-                                                            of its weights since the last training forward
+                                                            of its weights since the last training forward, inputs
+                                                            (digest)
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
                   most 2,000 for each line                  this group), divided_integer (bool), root (src or dst),
                                                             names: {variable: text} of the calling function,
                                                             parameter (the place of the gradient that is reduced),
                                                             given_at (the call that gave the number to the function),
                                                             ratio_of (what the number was divided by), result_of
-                                                            ("exp" or "sqrt"),
+                                                            ("exp", "sqrt", or a function
+                                                            of a library of metrics),
                                                             value (of one number), mean_of: {means, numbers, least,
                                                             most, unequal, weighted} where that number is the mean of
                                                             means that one line computed outside of training,

@@ -32,7 +32,7 @@ def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
     def after(result: Any, error: BaseException | None) -> None:
         model.active -= 1
         if error is None and (model.how != "fsdp1" or wrapper._is_root):
-            _count_forward(model, wrapper)
+            _count_forward(model, wrapper, [*arguments, *named.values()])
 
     return after
 
@@ -57,12 +57,12 @@ def forward_of_shards(state: Any, module: Any, *arguments: Any, **__: Any) -> Af
 
     def after(result: Any, error: BaseException | None) -> None:
         if model is not None and error is None and state._is_root:
-            _count_forward(model, module)
+            _count_forward(model, module, list(arguments))
 
     return after
 
 
-def _count_forward(model: models.Model, wrapper: Any) -> None:
+def _count_forward(model: models.Model, wrapper: Any, inputs: list[Any]) -> None:
     if not model.is_told:
         models.tell(model)
     recorder.progress()
@@ -73,7 +73,7 @@ def _count_forward(model: models.Model, wrapper: Any) -> None:
     else:
         recorder.counts.forwards_eval += 1
         if not _is_training(model, wrapper):
-            _note_evaluation(model)
+            _note_evaluation(model, inputs)
 
 
 def _is_training(model: models.Model, wrapper: Any) -> bool:
@@ -82,11 +82,11 @@ def _is_training(model: models.Model, wrapper: Any) -> bool:
     return bool((wrapper if inner is None else inner).training)
 
 
-def _note_evaluation(model: models.Model) -> None:
+def _note_evaluation(model: models.Model, inputs: Any) -> None:
     inner = model.inner()
     if model.evaluation.is_due and inner is not None:
         _due.discard(model.number)
-        evaluations.begin(model.evaluation, model.how, model.number, inner)
+        evaluations.begin(model.evaluation, model.how, model.number, inner, inputs)
 
 
 _due: set[int] = set()
@@ -149,9 +149,9 @@ def _called(module: Any, arguments: Any) -> None:
     if not torch.compiler.is_compiling():
         model = models.inside(module)
         if _due and not module.training:
-            recorder.guard("parts of models in evaluations", _note_part, module)
+            recorder.guard("parts of models in evaluations", _note_part, module, arguments)
         if model is not None and not model.active:
-            recorder.guard("calls past a wrapper", _called_past, module, model)
+            recorder.guard("calls past a wrapper", _called_past, module, model, arguments)
         elif model is None and id(module) not in _seen and models.of(module) is None:
             _seen.add(id(module))
             recorder.guard("copies of models", _note_copy, module)
@@ -165,13 +165,13 @@ on_called: list[Callable[[Any], None]] = []
 """Called with each module that is not a wrapped model, before its first forward pass."""
 
 
-def _note_part(module: Any) -> None:
+def _note_part(module: Any, inputs: Any) -> None:
     """A framework may call only submodules. Whole models are recorded once DDP has made their buffers equal."""
     model = _has_part(module)
     is_whole = models.of(module) is not None or models.inside(module) is not None
     if model is not None and model.number in _due and not model.active and not is_whole:
         recorder.counts.forwards_eval += 1
-        _note_evaluation(model)
+        _note_evaluation(model, inputs)
 
 
 _seen: set[int] = set()
@@ -199,10 +199,10 @@ def _expects_copies() -> bool:
     return any(_is_copy(each, [name for name, _ in each.named_parameters()]) for each in others)
 
 
-def _called_past(module: Any, model: models.Model) -> None:
+def _called_past(module: Any, model: models.Model, inputs: Any) -> None:
     if not module.training:
         recorder.counts.forwards_eval += 1
-        _note_evaluation(model)
+        _note_evaluation(model, inputs)
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:

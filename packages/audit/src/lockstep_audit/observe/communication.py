@@ -110,10 +110,13 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
         event |= recorder.guard("gathered rows", gathered_evaluation.note, name, values, at) or {}
     is_sum = reduction is not None and reduction.parameter is None and event["reduce_op"] == "SUM"
     before = recorder.guard("running counts", gathered_evaluation.before_sum, tensor) if is_sum else None
+    if event["reduce_op"] == "MAX" and name == "all_reduce" and tensor is not None and tensor.numel() == 1:
+        recorder.guard("sizes", gathered_evaluation.sizes_exchanged, tensor.clone(), tensor)
     event |= {**seen}
     recorder.emit("collective", limit=_EACH_LINE, **event)
     if name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
         recorder.guard("gathered features", gathers.note, values, at)
+        recorder.guard("gathered counts", _note_counts, values, at, group)
     if name in ("all_reduce", "broadcast") and tensor is not None:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
     if reduction is None:
@@ -130,10 +133,21 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
                 passes.reduced.append((reduction.tensor.grad_fn, told))
             if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
                 means.summed.put(reduction.tensor, at)
+            if before is not None:
+                means.exchanged([reduction.tensor], before, at=at, ranks=torch_state.ranks_of(group))
             if before is not None and result is None:
                 recorder.guard("running counts", gathered_evaluation.summed, reduction.tensor, before, at)
 
     return after
+
+
+def _note_counts(values: Sequence[Any], at: list[str | int] | None, group: dist.ProcessGroup | None) -> None:
+    """A gather of one number from each rank, or of a few."""
+    own, results = (values[1] if len(values) > 1 else None), values[0]
+    is_few = isinstance(own, torch.Tensor) and own.numel() <= _FEW and gathered_evaluation.before_sum(own) is not None
+    if is_few or type(own) in (int, float):
+        results = list(results.view(-1, *own.shape)) if isinstance(results, torch.Tensor) else results
+        means.exchanged(results, own, at=at, ranks=torch_state.ranks_of(group))
 
 
 def _root(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:
@@ -172,7 +186,7 @@ def _is_given(argument: Any, tensor: torch.Tensor) -> bool:
 
 _CLOSE = 1e-6
 _named: Counter[str] = Counter()
-_SMALL = 1024
+_SMALL, _FEW = 1024, 8
 
 
 def _names(frame: Any) -> dict[str, str] | None:

@@ -163,6 +163,7 @@ def _subset(dataset: Any) -> tuple[str | None, list[int] | None]:
 def joining(*_: Any, **__: Any) -> After:
     """Join.__enter__, which DDP.join also uses."""
     recorder.counts.joined += 1
+    recorder.emit("join", limit=8, at=places.here())
     return None
 
 

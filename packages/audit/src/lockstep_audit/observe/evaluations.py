@@ -48,7 +48,7 @@ def load(told: Evaluation, inner: Any) -> None:
         told.is_due, told.changed = True, {"at": _path(), "before": before}
 
 
-def begin(told: Evaluation, how: str, number: int, inner: Any) -> None:
+def begin(told: Evaluation, how: str, number: int, inner: Any, inputs: Any) -> None:
     """The first forward pass in evaluation mode since training, eval() or a load: record buffers and weights."""
     trained, changed = told.trained, told.changed
     told.is_due, told.trained, told.changed = False, False, None
@@ -60,4 +60,5 @@ def begin(told: Evaluation, how: str, number: int, inner: Any) -> None:
     if how == "ddp" and is_asked and has_other_ranks():
         path = _path()
         keys: dict[str, Any] = {"model": number, "digests": _parameters(inner), "path": path, "changed": changed}
+        keys["inputs"] = digests.of_numbers(digests.of_batch(inputs))
         recorder.emit("weights", at=path[0] if path else None, **keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lockstep_audit.observe import digests, models, module_creation, places, tor
 from lockstep_audit.observe.gradients import gradients
 from lockstep_audit.observe.recorder import recorder
 
-_MOST = 8
+_MOST, _PARTS = 8, 50
 _noted: list[set[int]] = []
 """The ids of the parameters of each module that was recorded."""
 
@@ -18,6 +19,10 @@ _noted: list[set[int]] = []
 def note(module: Any) -> None:
     """Before the first forward pass of a module: record its weights, if nothing here trains them."""
     parameters = dict(module.named_parameters())
+    owners = [models.owner(each) for each in itertools.islice(parameters.values(), _PARTS)]
+    if owners and owners[0] and owners[0][0].how == "ddp" and not any(p.requires_grad for p in parameters.values()):
+        names = [owner[1] for owner in owners if owner]
+        recorder.emit("frozen_part", limit=_MOST, at=places.here(), model=owners[0][0].number, names=names)
     if len(_noted) < _MOST and parameters and torch_state.has_other_ranks() and _is_frozen(parameters):
         _noted.append({id(parameter) for parameter in parameters.values()})
         made_from, is_early = module_creation.modules.get(module) or (None, None)

@@ -18,6 +18,11 @@ _gathered: deque[tuple[list[torch.Tensor], list[str | int] | None]] = deque(maxl
 _counts: Registry[tuple[torch.Tensor, int, bool]] = Registry()
 """Tensors that were summed over ranks: the sums, how often they were summed, and whether the script added to them."""
 _lines: set[str] = set()
+_sizes: list[Any] = []
+"""The last exchange of one whole number for each rank: the rank's own, and the results."""
+_padded: list[tuple[int, int, int, list[str | int] | None]] = []
+"""Gathers of rows that were padded to the longest of the ranks, since the last step: all rows, those without padding
+(-1: unknown), the step, and where."""
 
 
 def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[str, Any]:
@@ -26,9 +31,14 @@ def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[s
         given = values[1] if name == "all_gather_object" and len(values) > 1 else values[0]
         is_plain = isinstance(given, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in given)
         is_plain = is_plain or getattr(given, "ndim", 0) == 1
+        sizes_exchanged(given, values[0])
         return {"rows": len(given) if is_plain else -1}
     given = next(digests.tensors_in(values[0] if name == "gather" else values[1:], 1), None)
     tensors = list(digests.tensors_in(values[1] if name == "gather" and len(values) > 1 else values[0], 2))
+    if given is not None and name == "all_gather":
+        sizes_exchanged(given, values[0])
+    if given is not None and given.ndim and given.numel() > 1 and _sizes:
+        _note_padded(given, at)
     turn, told = data.last, {"given": None if given is None else list(given.shape)}
     if turn is None or turn.batches < 2 or given is None or not given.ndim or given.device.type != "cpu":
         return told
@@ -36,6 +46,32 @@ def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[s
     if given.shape[0] == turn.samples > _FEW and sum(each.numel() for each in tensors) <= _LARGEST:
         _gathered.append((tensors, at))
     return told
+
+
+def sizes_exchanged(own: Any, results: Any) -> None:
+    """Ranks gather one whole number each, or find the largest."""
+    if isinstance(own, torch.Tensor):
+        own = int(own) if own.numel() == 1 and not own.is_floating_point() and own.device.type == "cpu" else None
+    if type(own) is int:
+        _sizes[:] = [own, results]
+
+
+def _note_padded(given: torch.Tensor, at: list[str | int] | None) -> None:
+    """A gather of rows: of as many from each rank as the rank with the most has, if others have fewer."""
+    sizes = [int(each) for each in (_sizes[1] if isinstance(_sizes[1], list) else [_sizes[1]])]
+    longest, world = max(sizes), torch.distributed.get_world_size()
+    whole = sum(sizes) if len(sizes) == world else -1
+    if given.shape[0] == longest > 1 and min(_sizes[0], *sizes) < longest:
+        step = recorder.counts.optimizer_steps
+        _padded[:] = [*[each for each in _padded if each[2] == step][-_TURNS:], (longest * world, whole, step, at)]
+
+
+def counted(rows: int, by: str) -> None:
+    """A metric of so many rows: of all that were gathered, with padding."""
+    for gathered, whole, step, at in _padded:
+        if rows == gathered != whole and step == recorder.counts.optimizer_steps:
+            recorder.emit("padding", limit=4, at=at, by=by, by_at=places.here(), rows=rows, own=whole)
+            return
 
 
 def compared(one: Any, other: Any = None, *_: Any, **__: Any) -> After:

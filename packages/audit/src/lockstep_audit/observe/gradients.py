@@ -15,7 +15,7 @@ from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import recorder
 
 _LOOKS = 8
-_STAMPED, _NUMBERS = 8, 65_536
+_STAMPED, _NUMBERS, _SOME = 8, 65_536, 256
 """The number of parameters, and of values of each, that are examined to see whether parameters changed."""
 _SAME = 1e-3
 
@@ -40,6 +40,8 @@ class Gradients:
         """Where the script last multiplied a shard of a gradient."""
         self.given: dict[int, float] = {}
         """Sums of the gradients that communication hooks received in this backward pass, by the id of the parameter."""
+        self.copies: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[str | int] | None]] = []
+        """Copies of gradients that the script sums over ranks: parameter, numbers of its gradient, copy, and where."""
         self._places: dict[int, torch.Tensor] = {}
         self.cleared_at: list[str | int] | None = None
         """Where zero_grad() last cleared gradients since the last backward pass."""
@@ -55,7 +57,7 @@ class Gradients:
         """Remember norms of the gradients."""
         self._is_fresh = False
         self.after_backward, self.shards, self.norm_at, self.scaled_at = {}, {}, None, None
-        self.cleared_at, self.rescaled = None, None
+        self.cleared_at, self.rescaled, self.copies = None, None, []
         has_others = torch_state.has_other_ranks()
         if has_others:
             self._tell_given()
@@ -140,6 +142,29 @@ class Gradients:
                 return with_gradients[0]
         return None
 
+    def note_copy(self, tensor: torch.Tensor, at: list[str | int] | None) -> None:
+        """A sum over ranks of what is not a gradient. It may be a copy of one, or of all, in another type or scale."""
+        if not self.after_backward or len(self.copies) >= _LOOKS or not tensor.is_floating_point() or tensor.ndim == 0:
+            return
+        held = [p for p, _ in self.parameters.items() if p.grad is not None and not _is_sharded(p.grad)]
+        is_flat = tensor.ndim == 1 and len(held) > 1 and tensor.numel() == sum(p.numel() for p in held)
+        for parameter in held[:1] if is_flat else (p for p in held if p.shape == tensor.shape):
+            own = _some(parameter.grad)
+            if _is_parallel(own, _some(tensor[: parameter.numel()] if is_flat else tensor)):
+                part = tensor[: parameter.numel()] if is_flat else tensor
+                self.copies.append((parameter, own, part, at))
+                return
+
+    def take_copies(self, parameters: list[torch.Tensor]) -> list[str | int] | None:
+        """Where copies were summed since the last backward pass, if no sum came back to its gradient."""
+        mine, (copies, self.copies) = {id(parameter) for parameter in parameters}, (self.copies, [])
+        lines = []
+        for parameter, own, copy, at in (each for each in copies if id(each[0]) in mine):
+            now, result = None if parameter.grad is None else _some(parameter.grad), _some(copy)
+            if now is not None and not _is_parallel(own, result):  # else ranks have equal gradients
+                lines.append(at if _is_parallel(now, own) and not _is_parallel(now, result) else None)
+        return lines[0] if lines and None not in lines else None
+
     def number_of(self, parameter: torch.Tensor) -> int:
         """The position of a parameter among those of optimizers, in the order in which they were made."""
         return next(number for number, (other, _) in enumerate(self.parameters.items()) if other is parameter)
@@ -207,6 +232,17 @@ class Gradients:
         return sum(factors) / len(factors)
 
 
+def _some(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Some numbers of a tensor, from all of its parts."""
+    flat = torch.zeros(1) if tensor is None else tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SOME)].double()
+
+
+def _is_parallel(one: torch.Tensor, other: torch.Tensor) -> bool:
+    norms = float(one.norm() * other.norm())
+    return norms > 0 and one.numel() > 1 and float(one @ other) > (1 - _SAME) * norms
+
+
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
@@ -265,6 +301,8 @@ class Reduction:
         self.parameter = None if models.hooks else gradients.find(tensor)
         self.tensor, self.at, self.op = tensor, at, op
         self.is_sampled = bool(gradients.after_backward)
+        if self.parameter is None and not models.hooks and op in ("SUM", "AVG"):
+            recorder.guard("copies of gradients", gradients.note_copy, tensor, at)
         self.before = _norm(tensor) if self.parameter is not None and self.is_sampled else None
 
     def after(self, work: Any) -> None:

@@ -16,6 +16,22 @@ LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
+SCORES = (
+    *(
+        "f1_score",
+        "fbeta_score",
+        "precision_score",
+        "recall_score",
+        "precision",
+        "recall",
+        "jaccard_score",
+        "jaccard_index",
+    ),
+    *("roc_auc_score", "auroc", "average_precision_score", "average_precision", "auprc", "balanced_accuracy_score"),
+    *("r2_score", "explained_variance_score", "explained_variance", "root_mean_squared_error", "median_absolute_error"),
+    *("jaccard_index", "matthews_corrcoef", "cohen_kappa_score", "cohen_kappa", "pearson_corrcoef"),
+)
+"""Functions of libraries of metrics whose result for all samples is not the mean of those for parts."""
 _MOST, _FEW = 512, 8
 _CLOSE, _FAR = 1e-5, 1e-4
 _means: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
@@ -38,6 +54,7 @@ def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
         return None
     count = target.shape[0] if target.ndim else 1
+    gathered_evaluation.counted(count, "a loss")
     if not target.is_floating_point():
         count = int((target != named.get("ignore_index", -100)).sum())
     return lambda result, error: _keep(result, count)
@@ -76,6 +93,7 @@ def mean(tensor: Any, *arguments: Any, **named: Any) -> After:
     if torch.is_grad_enabled() or arguments or named or tensor.device.type != "cpu":
         return None
     count = tensor.numel()
+    gathered_evaluation.counted(count, "mean()")
     return lambda result, error: _keep(result, count)
 
 
@@ -149,6 +167,26 @@ def divided_at(by: float | None) -> list[str | int] | None:
     return next((at for other, at in reversed(_divisions) if float(other) == by), None)
 
 
+_sums: deque[tuple[int, list[Any], Any, dict[str, Any]]] = deque(maxlen=16)
+"""Counts that ranks summed or gathered: the step, the results, the counts of the rank, and where and with whom."""
+
+
+def exchanged(results: list[Any], own: Any, **told: Any) -> None:
+    """A sum over ranks of numbers that are not negative, or a gather of numbers from each. Results may come later."""
+    _sums.append((recorder.counts.optimizer_steps, results, own, told))
+
+
+def summed_to(divisor: float) -> dict[str, Any] | None:
+    """The sum over ranks since the last step that a loss is divided by, if this rank contributed only a part of it."""
+    for step, results, own, told in reversed(_sums):
+        if step == recorder.counts.optimizer_steps:
+            total = torch.stack([torch.as_tensor(each).detach().flatten() for each in results]).sum(0)
+            is_it = total == torch.tensor(divisor).to(total.dtype)
+            if bool((is_it & (torch.as_tensor(own).flatten() < total)).any()):
+                return told
+    return None
+
+
 def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
     """Tensor / Tensor of two numbers, outside training. In training: where the script divides a loss."""
     if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.ndim:
@@ -176,28 +214,44 @@ def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
     return lambda result, error: _curved.append((result, name)) if error is None else None
 
 
+def scored(name: str, one: Any = None, other: Any = None, *_: Any, sample_weight: Any = None, **__: Any) -> After:
+    """A function of a library of metrics, which takes labels and predictions, in either order."""
+    if torch.is_grad_enabled() and isinstance(other, torch.Tensor) and other.requires_grad:
+        return None
+    if sample_weight is None and hasattr(one, "__len__"):
+        gathered_evaluation.counted(len(one), f"{name}()")
+    return lambda result, error: _curved.append((result, name)) if getattr(result, "ndim", 0) == 0 else None
+
+
 def about(tensor: torch.Tensor) -> dict[str, Any]:
     """The value of one number that ranks exchange. For a mean of means: how many means, and over how many numbers.
 
     Ranks may exchange the sum of the means together with their number.
     """
     if tensor.numel() in range(2, _FEW + 1) and tensor.device.type == "cpu" and not tensor.requires_grad:
+        told: dict[str, Any]
         held = [float(each) for each in tensor.flatten()]
         found = [_mean_of(each / len(line), line) for each in held for line in _means.values() if len(line) in held]
-        return next(({"mean_of": each, "value": each["plain"]} for each in found if each), {})
+        told = next(({"mean_of": each, "value": each["plain"]} for each in found if each), {})
+        curves = [(value, name) for value in held for result, name in _curved if _is(result, value) and value % 1]
+        return told or next(({"value": value, "result_of": name} for value, name in curves), {})
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
         return {}
     value = float(tensor)
-    told: dict[str, Any] = {"value": value}
-    quotients = [by for result, by in _ratios if abs(float(result) - value) <= _CLOSE * abs(value)]
+    told = {"value": value}
+    quotients = [by for result, by in _ratios if _is(result, value)]
     told |= {"ratio_of": quotients[-1]} if quotients else {}
-    curved = [name for result, name in _curved if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    curved = [name for result, name in _curved if value and _is(result, value)]
     told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
     for line in _means.values():
         most = told.get("mean_of", {}).get("means", 0)
         if len(line) > most and (own := _mean_of(value, line)):
             told["mean_of"] = own
     return told
+
+
+def _is(result: Any, value: float) -> bool:
+    return abs(float(result) - value) <= _CLOSE * abs(value)
 
 
 def _mean_of(value: float, line: list[tuple[torch.Tensor, int]]) -> dict[str, Any] | None:

@@ -72,6 +72,7 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Afte
         told["factor"] = told.get("factor", 1.0) * _number(next(digests.tensors_in(grad_tensors), None))
         told["reduced"] = recorder.guard("sums over ranks in a loss", _reduced, tensors) if reduced else None
         told["divided_at"] = means.divided_at(told.get("divisor"))
+        told["summed_to"] = recorder.guard("sums of counts", means.summed_to, told.get("divisor", 1.0))
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         if recorder.counts.backwards > state.last_seen:
             gone = recorder.guard("discarded gradients", gradients.gone) or (None, None)

@@ -44,6 +44,9 @@ def described(loader: Any, samplers: list[Any]) -> dict[str, Any]:
     replacement = next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None)
     told: dict[str, Any] = {"sampler": None if inner is None else weak(_numbers.of, inner), "sampler_kind": kind}
     told |= {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
+    own = next((one for one in samplers if places.file_of(type(one))), None) if distributed is None else None
+    held = {name: each for name, each in vars(own).items() if type(each) is int} if own is not None else {}
+    told |= {"held": held or None, "sampler_in": places.file_of(type(own)) if own is not None else None}
     told |= {"shared_twice": is_twice or None, "replacement": replacement}
     return told | {"batch_size": size, "drop_last": bool(drops)}
 

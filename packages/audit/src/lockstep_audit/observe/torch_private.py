@@ -41,7 +41,7 @@ from lockstep_audit.observe.frameworks import asked, gathered, gathers, logged, 
 from lockstep_audit.observe.gathered_evaluation import compared
 from lockstep_audit.observe.gathers import by_lightning
 from lockstep_audit.observe.gradients import gradients, watch_hooks
-from lockstep_audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
+from lockstep_audit.observe.means import LOSSES, SCORES, arranged, curved, divided, floor_divided, loss, mean, scored
 from lockstep_audit.observe.passes import backward, clipped, drawn
 from lockstep_audit.observe.recorder import After, is_child, recorder
 
@@ -50,7 +50,9 @@ _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRSchedu
 _FABRIC = ("lightning.fabric", "lightning_fabric")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
 _TUNING = ("callbacks.finetuning", "BaseFinetuning")
-_SLOW = ("transformers", "datasets", "sklearn")
+_SLOW = ("transformers", "datasets", "sklearn", "torchmetrics")
+_METRICS = ("sklearn.metrics", "torchmetrics.functional", "torchmetrics.functional.classification")
+_TASKS = ("", "binary_", "multiclass_", "multilabel_")
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
 
@@ -130,6 +132,8 @@ def _patches() -> list[Patch]:
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]
+    names = [(module, f"{task}{name}", name) for module in _METRICS for task in _TASKS for name in SCORES]
+    found += [Patch(*owner, functools.partial(scored, name), is_optional=True) for *owner, name in names]
     clearing = (("torch.optim.optimizer", "Optimizer.zero_grad"), ("torch.nn.modules.module", "Module.zero_grad"))
     found += [Patch(*owner, gradients.note_cleared) for owner in clearing]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))

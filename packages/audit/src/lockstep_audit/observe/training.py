@@ -216,6 +216,8 @@ def _ready(step: OptimizerStep) -> None:
     parameters = _parameters(step.optimizer)
     if step.is_sampled and any(told.get("discarded") for told in passes.backwards):
         step.told["rewritten"] = gradients.is_rewritten(parameters) or None
+    if gradients.copies and (unused_at := recorder.guard("copies", gradients.take_copies, parameters)):
+        recorder.emit("copy_reduce", limit=4, at=unused_at, optimizer=step.known.number)
     for line in gradients.take(parameters):
         owner = next((owner for owner in map(models.owner, parameters) if owner), None)
         is_clean = not passes.clips and step.known.scaler is None

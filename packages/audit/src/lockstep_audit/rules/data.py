@@ -395,6 +395,7 @@ def whole_data(history: EventHistory) -> Iterable[Finding] | str:
     if not groups:
         return _NO_GROUP
     findings, seen = [], False
+    own = {event["loader"] for event, by_rank in probes(history, dealt=False) if _other_contents(event, by_rank)}
     for epochs in found.values():
         for by_rank in list(epochs.values())[:1]:
             its = {r: it for r, it in by_rank.items() if it.is_training and it.is_complete and it.shards == 1}
@@ -405,7 +406,8 @@ def whole_data(history: EventHistory) -> Iterable[Finding] | str:
             orders = {rank: it.indices for rank, it in its.items()}
             whole = [_is_whole(it) for it in its.values()]
             subsets = differ({rank: (it.begin.get("subset"), it.begin.get("dataset_size")) for rank, it in its.items()})
-            if all(whole) and differ(orders) and not subsets:
+            is_own = next(iter(its.values())).begin["loader"] in own  # each rank has its own files
+            if all(whole) and differ(orders) and not subsets and not is_own:
                 findings.append(_whole(next(iter(its.values())), tuple(its)))
     return findings if seen else "no loader without a distributed sampler gave every rank a whole epoch"
 

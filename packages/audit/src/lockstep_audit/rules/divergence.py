@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -122,6 +123,26 @@ def _at_the_end(history: EventHistory, by_rank: Indexed, ranks: tuple[int, ...],
         return []
     events = {rank: {**last, "parameters": now[rank], "gradients": None} for rank, last in lasts.items()}
     return list(compared_steps({rank: {0: event} for rank, event in events.items()}, ranks, ignored))
+
+
+def after_joins(history: EventHistory) -> Iterator[Divergence]:
+    """The first steps of later epochs in which parameters differ although gradients do not, after uneven joins.
+
+    A join makes parameters equal, but not the states of optimizers: a rank that ran out of data missed some steps.
+    """
+    if any(history.of("hand_average", "hook")) or not any(history.of("join")):
+        return
+    turns = [by_rank for epochs in iterations(history).values() for epoch, by_rank in epochs.items() if epoch]
+    for (by_rank, group), its in itertools.product(
+        itertools.product(steps(history).values(), replicas(history, "ddp")), turns
+    ):
+        firsts = dict[int, Event]()
+        for rank in group if {*group} <= {*by_rank} & {*its} else ():
+            later = [e for e in by_rank[rank].values() if e["number"] > its[rank].begin["number"]]
+            firsts |= {rank: min(later, key=lambda e: int(e["number"]))} if later else {}
+        if len(firsts) == len(group) and differ({rank: event["index"] for rank, event in firsts.items()}):
+            pairs = compared_steps({rank: {0: event} for rank, event in firsts.items()}, group, set())
+            yield from (pair for pair in pairs if pair.parameters and not pair.gradients)
 
 
 def averages(history: EventHistory) -> bool:

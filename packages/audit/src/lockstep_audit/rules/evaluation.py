@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -91,30 +92,28 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
     """Running statistics that differ between ranks when an evaluation begins."""
     wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
     known = facts.keys(history, "wrap", "model", "at")
-    by_model: dict[object, dict[int, dict[str, str]]] = {}
-    places: dict[object, Event] = {}
-    seen = False
+    by_turn: dict[Any, dict[int, Event]] = {}
     for event in history.of("buffers"):
         wrap = wraps.get((event["rank"], event["model"]))
         if wrap is None or not wrap["how"].startswith(("ddp", "fsdp")):
             continue
-        seen = True
-        key = known[event["rank"], event["model"]], facts.group_of(history, wrap)
-        by_model.setdefault(key, {}).setdefault(event["rank"], event["digests"])
-        places.setdefault(key, event)
+        key = known[event["rank"], event["model"]], facts.group_of(history, wrap), event["step"], str(event.get("at"))
+        by_turn.setdefault(key, {}).setdefault(event["rank"], event)
+    together = {key[:2]: events for key, events in reversed(by_turn.items()) if len(events) > 1}  # the first of each
     findings = []
-    for model, digests in by_model.items():
+    for events in together.values():
+        digests, first = {rank: event["digests"] for rank, event in events.items()}, next(iter(events.values()))
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
-        if names and len(digests) > 1:
+        if names:
             evidence = (
                 f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {facts.some(names)}"
             )
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
-            at, step = place(places[model].get("at")), places[model]["step"]
+            at, step = place(first.get("at")), first["step"]
             findings.append(Finding("LS602", at, evidence, cause, remedy, tuple(digests), step))
-    return findings if seen else "no wrapped model with buffers was evaluated after training"
+    return findings if by_turn else "no wrapped model with buffers was evaluated after training"
 
 
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
@@ -163,20 +162,21 @@ def integer_mean(history: EventHistory) -> Iterable[Finding] | str:
 def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
     """A mean over batches or ranks that gives a small part the same weight as a large one."""
     findings: list[Finding] = []
-    turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
+    turns: dict[tuple[Any, ...], dict[int, Event]] = {}
+    numbers: Counter[tuple[Any, ...]] = Counter()
     for event in history.of("collective"):
         if "value" in event:
             key = (*(event.get("at") or ["?", 0, ""]), event["step"])
-            turns.setdefault(key, {}).setdefault(event["rank"], []).append(event)
-    for (file, row, function, step), by_rank in turns.items():
-        firsts = {rank: events[0] for rank, events in by_rank.items()}
+            turns.setdefault((*key, numbers[key, event["rank"]]), {})[event["rank"]] = event
+            numbers[key, event["rank"]] += 1
+    for (file, row, function, step, _), firsts in turns.items():
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
         if words:
             file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add up the sums and counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, but each mean has the same weight"
-            cause = "a mean of roots or exponentials is not that of the mean" if "()" in words else cause
-            at, ranks = SourceLine(file, row, function), tuple(by_rank)
+            cause = "the metric of all samples is not the mean of those of shards" if "()" in words else cause
+            at, ranks = SourceLine(file, row, function), tuple(firsts)
             findings.append(Finding("LS604", at, words, cause, remedy, ranks, step))
     return findings if turns else "ranks exchanged no single number"
 
@@ -199,12 +199,15 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
-    if any(event.get("elements", 1) > 1 for event in firsts.values()):
-        return None
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
+    ops = {event.get("reduce_op") for event in firsts.values()}
+    is_of_one = replicas(history) and not any(history.of("hand_average"))  # not folds, or models of ranks
+    curves = curves if ops <= {"SUM", "AVG", None} and (is_of_one or {*curves.values()} <= {"exp", "sqrt"}) else {}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
         return f"each rank contributes {name}() of its shard, and the mean of these is not that of the whole"
+    if any(event.get("elements", 1) > 1 for event in firsts.values()):
+        return None
     ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
     if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
         shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})

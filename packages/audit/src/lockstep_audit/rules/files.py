@@ -89,8 +89,9 @@ def _within(history: EventHistory) -> EventHistory:
 
     The file has the number of an epoch or step, and a new optimizer like one before trains after the load.
     """
-    saves = {str(e.get("path")): e for e in reversed(list(history.of("save"))) if e["step"] and _is_of_run(e)}
-    cuts = {}
+    saves = {str(e.get("path")): e for e in reversed(list(history.of("save"))) if e["step"]}
+    states = [event for event in history.of("state") if event.get("what") == "optimizer"]
+    cuts, firsts = dict[int, int](), list[Event]()
     for rank in history.ranks if history.previous is None and saves else ():
         made = list(history.of("optimizer", rank=rank))
         again = [(one, other) for one, other in itertools.pairwise(made) if _is_like(one, other)]
@@ -100,13 +101,23 @@ def _within(history: EventHistory) -> EventHistory:
         if not found:
             return history
         cuts[rank] = found[-1]["number"]
+        firsts += [found[-1]]
     if not cuts:
         return history
     parts = [[e for e in history.events if (e["number"] < cuts[e["rank"]]) == is_before] for is_before in (True, False)]
     split = EventHistory(parts[1], EventHistory(parts[0]))
     dealt = [[it.begin.get("distributed") or {} for _, it in _trained(EventHistory(p), min(cuts))] for p in parts]
     last, first = (side[place].get("epoch") if side else None for side, place in zip(dealt, (-1, 0), strict=True))
-    return split if first and last is not None and first - last in (0, 1, 2) else history  # else another training
+    save, restored = saves[firsts[0]["path"]], {e["rank"] for e in states if e["number"] > cuts[e["rank"]]}
+    if _is_of_run(save) and first and last is not None and first - last in (0, 1, 2):
+        return split
+    is_cut = any(it.begin["number"] < save["number"] and not it.is_complete for it in _lasts(split.previous, save))
+    return split if is_cut and restored == {*cuts} else history  # else another training
+
+
+def _lasts(history: EventHistory | None, save: Event) -> list[Iteration]:
+    """The last training iteration of the rank that saves."""
+    return [it for _, it in _trained(history, save["rank"])][-1:] if history else []
 
 
 def _is_of_run(save: Event) -> bool:
@@ -136,12 +147,14 @@ def resume_samples(history: EventHistory) -> Iterable[Finding] | str:
     if not before or not after:
         return _drawn_again(history, load, save) or "no training before the save, or none after the load"
     used = _used(history.previous, before[-1][1], save)
+    begin = after[0][1].begin
     found = _repeated(before, after[0], save, used, _passed_over(history, after[0][1])[0])
+    if found is None and (found := _counted(history.previous, before, [it for _, it in after], save)):
+        begin = {"at": begin.get("dataset_at") or begin.get("made_at"), "rank": -1, "number": 0}
     if found is None:
         return []
     evidence, cause = found
     remedy = "save the epoch and the position in it; resume at the next epoch, or skip the batches that were used"
-    begin = after[0][1].begin
     sets = [e for e in history.of("set_epoch", rank=begin["rank"]) if e["number"] < begin["number"] and e.get("at")]
     at = place((sets[-1]["at"] if sets else None) or begin.get("at") or load.get("at"))
     return [Finding("LS703", at, evidence, cause, remedy, tuple(history.ranks), load["step"])]
@@ -198,6 +211,26 @@ def _repeated(
             return f"the file was saved in epoch {epochs[0]}, {left}", "the rest of the epoch is never trained"
         return evidence, "the position in the epoch is restored, but its order is that of a different epoch"
     return None
+
+
+def _counted(
+    previous: EventHistory, before: list[tuple[Key, Iteration]], after: list[Iteration], save: Event
+) -> tuple[str, str] | None:
+    """Evidence if the two parts of an epoch have more samples than another epoch, or fewer."""
+    (_, last), again = before[-1], after[0]
+    steps = [e for e in previous.of("step", rank=save["rank"]) if last.begin["number"] < e["number"] < save["number"]]
+    given = [micro for event in steps for micro in event.get("micro_batches") or ()]
+    used = sum(micro["samples"] for micro in given if micro["loader"] == last.begin["loader"])
+    others = [it for it in [*after[1:], *(it for _, it in before[:-1])] if it.is_complete and it.end]
+    others = [it for it in others if it.begin.get("dataset_size") == last.begin.get("dataset_size")]
+    sizes = {int((it.end or {})["samples"]) for it in others if it.begin.get("dataset") == last.begin.get("dataset")}
+    if not used or last.is_complete or not again.is_complete or len(sizes) != 1 or not again.end:
+        return None
+    own, whole, batch = used + int(again.end["samples"]), min(sizes), max(micro["samples"] for micro in given)
+    if own - whole <= max(2 * batch, whole // 10) or not last.begin.get("is_iterable"):
+        return None  # a loop may skip what the loader gives, and later epochs may be longer
+    evidence = f"{used} samples of an epoch were used before the save and {again.end['samples']} after the load, "
+    return f"{evidence}but another epoch has {whole}", "the run skips fewer samples of the epoch than were used"
 
 
 def _left_out(before: list[Iteration], again: Iteration) -> tuple[str, str] | None:

@@ -126,7 +126,7 @@ def summed_again(history: EventHistory) -> Iterable[Finding] | str:
 
 @rule("LS608", "padding-counted", "padding counts in a metric", "warning")
 def padding_counted(history: EventHistory) -> Iterable[Finding] | str:
-    """Labels with -100 that a gather pads with the number of a class. Decoded tokens drop theirs."""
+    """Labels with -100 that a gather pads with the number of a class (decoded tokens drop theirs), or added rows."""
     found: dict[str, list[Event]] = {}
     for event in history.of("padded"):
         found.setdefault(str(event.get("at")), []).append(event)
@@ -140,7 +140,16 @@ def padding_counted(history: EventHistory) -> Iterable[Finding] | str:
             remedy = "pad_across_processes(labels, dim=1, pad_index=-100)"
             ranks = {event["rank"] for event in events}
             findings.append(Finding("LS608", place(first.get("at")), evidence, cause, remedy, (*ranks,), first["step"]))
-    return findings if found else "nothing was padded with pad_across_processes"
+    for event in list(history.of("padding")):
+        evidence = f"each rank gathered as many rows as the rank with the most, and {event['by']} at "
+        evidence += f"{line(event.get('by_at'))} counts all {event['rows']}"
+        evidence += f", but ranks have {event['own']} together" if event["own"] > 0 else ""
+        cause = "shards have different lengths, and nothing removes the rows that fill up the shorter ones"
+        remedy = "cut each part to its length: torch.cat([part[:size] for part, size in zip(parts, sizes)])"
+        ranks = tuple(history.ranks)
+        findings.append(Finding("LS608", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
+    is_seen = found or findings or any(call.get("op") in _GATHERS for call in history.of("collective"))
+    return findings if is_seen else "nothing was padded or gathered"
 
 
 def _handles_padding(path: str) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.divergence import Divergence, divergences, unwrapped
-from lockstep_audit.rules.facts import differ, line, named, place, rule, some
+from lockstep_audit.rules.divergence import Divergence, after_joins, divergences, unwrapped
+from lockstep_audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
 _NOTHING = "no steps of replicas were compared"
 _WRITES = "write before DistributedDataParallel(...), all_reduce values from a rank's own batch or random numbers, "
@@ -82,6 +82,13 @@ def replicas_part(history: EventHistory) -> Iterable[Finding] | str:
         if not divergence.gradients and _other_rates(divergence):
             continue  # LS301
         findings.append(_parted(history, divergence))
+    for divergence in [] if findings else list(after_joins(history))[:1]:
+        done = each_rank({rank: event["index"] for rank, event in divergence.events.items()})
+        cause = f"a join makes parameters equal, but not the states of optimizers, which made {done} steps before"
+        remedy = "an optimizer without a state in joins, equally many batches on all ranks, or broadcast its state"
+        joins = [*history.of("join", rank=divergence.ranks[0]), divergence.first]
+        at, ranks, step = joins[0].get("at"), divergence.ranks, divergence.first["step"]
+        findings.append(Finding("LS201", place(at), divergence.evidence, cause, remedy, ranks, step))
     return findings if compared else _NOTHING
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from lockstep_audit.events import EventHistory
 from lockstep_audit.findings import Finding, SourceLine
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.facts import line, rule
+from lockstep_audit.rules.divergence import compared_steps
+from lockstep_audit.rules.facts import line, place, rule, steps
 
 _IN_PLACE = ("broadcast_object_list", "broadcast", "all_reduce")
 _RETURNED = ("reduce", "gather", "gather_for_metrics", "all_gather")
@@ -37,7 +38,25 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
                     cause = "the function returns its result and leaves its argument as it was"
                 remedy = "read the result: box = [order]; dist.broadcast_object_list(box); order = box[0]"
                 findings.append(Finding("LS507", at, evidence, cause, remedy, ranks, event["step"]))
-    return findings if any(history.of("collective")) else "no collective was seen in Python"
+    findings += _copies(history)
+    return findings if findings or any(history.of("collective")) else "no collective was seen in Python"
+
+
+def _copies(history: EventHistory) -> list[Finding]:
+    """Copies of gradients whose sum over ranks does not come back to the gradients."""
+    told = {(event["rank"], event["step"]): event for event in history.of("copy_reduce")}
+    for by_rank in steps(history).values() if told and not any(history.of("hand_average")) else ():
+        ranks = tuple(by_rank)
+        for each in compared_steps(by_rank, ranks, set()) if len(ranks) > 1 else ():
+            events = [told.get((rank, each.events[rank]["step"])) for rank in ranks]
+            first = events[0]
+            if each.gradients and first is not None and all(events):
+                cause = "the sum is in a copy, such as one of 16 bits, and the optimizer uses each rank's own gradients"
+                remedy = "write it back after the sum: parameter.grad.copy_(total)"
+                evidence = f"{line(first.get('at'))} sums copies of gradients over ranks, and at step {first['step']} "
+                evidence += f"{len(each.gradients)} of {each.of} gradients still differ"
+                return [Finding("LS507", place(first.get("at")), evidence, cause, remedy, ranks, first["step"])]
+    return []
 
 
 def _unused(path: str) -> Iterator[tuple[ast.Call, str]]:

@@ -14,6 +14,7 @@ from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, 
 _SAME = 0.01
 _LINES, _DIFFERENTIABLE = 8, "torch.distributed.nn.functional.all_reduce, whose backward pass also sums"
 _WORDS = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
+_WORDS |= {"summed": "sum of the counts"}
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
 
 
@@ -189,8 +190,10 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
         ops = backward.get("ops") or [""]
         of_one = list(itertools.takewhile(lambda op: not op.startswith(("Sum", *_MEANS)), ops))
         is_multiplied = any(op.startswith("MulBackward0") for op in of_one)  # others may be masks, or weights
+        is_multiplied |= abs((event.get("rescaled") or 1.0) - len(group)) < _SAME
         for what in _WORDS if "divisor" in backward and ops[0].startswith("Div") and not is_multiplied else ():
             count = given.get((event["optimizer"], event["index"], what))
+            count = backward["divisor"] if what == "summed" and _is_own_part(history, backward, group) else count
             if count:
                 told.setdefault((str(backward.get("at")), what), []).append((event, backward, count))
     for (_, what), turns in told.items():
@@ -200,7 +203,7 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
         is_of_more = is_once and 0 < (backward.get("sum_of") or backward.get("summed", 0)) < count
         is_always = len(fitting) == len(turns) > 1 and is_of_more
         if is_always or len({number for *_, number in fitting}) > 1:  # else a coincidence of numbers
-            evidence = f"a loss was divided by {count:.0f}, the {_WORDS[what]} in this step on all ranks, "
+            evidence = f"a loss was divided by {count:.6g}, the {_WORDS[what]} in this step on all ranks, "
             evidence += f"as in {len(fitting)} of {len(turns)} examined steps"
             cause = f"the wrapper averages gradients over {len(group)} ranks, which divides once more"
             remedy = "divide by the count of this rank's batch, or multiply the loss by the number of ranks"
@@ -208,6 +211,14 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
             at = backward.get("divided_at") or _division(backward.get("loss_at"), at) or at
             return [Finding("LS211", place(at), evidence, cause, remedy, group, event["step"])]
     return []
+
+
+def _is_own_part(history: EventHistory, backward: Event, group: tuple[int, ...]) -> bool:
+    """True if a sum over this rank's numbers is divided by a count that exactly these ranks added up."""
+    told, ops = backward.get("summed_to"), backward["ops"]
+    is_sum = ops[1:2] and (ops[1].startswith("Sum") or ("summed" in backward and ops[1].startswith(_MEANS)))
+    is_local = not any("Reduce" in op or "Gather" in op for op in ops)
+    return bool(told and is_sum and is_local) and sorted((told or {}).get("ranks") or history.ranks) == [*group]
 
 
 def _division(loss_at: Any, at: Any) -> Any:

@@ -7,6 +7,7 @@ import linecache
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -142,7 +143,9 @@ def shares_wrong(history: EventHistory) -> Iterable[Finding] | str:
             findings.append(_wrong(first, evidence, "num_replicas is not the number of ranks", tuple(its)))
             continue
         mine = {rank: it for rank, it in its.items() if any(rank in group for group in groups)}
-        shares = {rank: _share(it, (rank, it.begin["loader"]) in fixed) for rank, it in mine.items()}
+        own = _rank_in({rank: it.begin.get("held") or {} for rank, it in its.items()}, len(history.ranks))
+        own = own if own and sources.deals(first.begin.get("sampler_in") or "", own) else None
+        shares = {rank: _share(it, bool(own) or (rank, it.begin["loader"]) in fixed) for rank, it in mine.items()}
         known = {rank: share for rank, share in shares.items() if share}
         seen = seen or len(known) > 1
         for one, other in combinations(sorted(known), 2):
@@ -151,11 +154,22 @@ def shares_wrong(history: EventHistory) -> Iterable[Finding] | str:
                 seeds = {rank: (it.begin.get("distributed") or {}).get("seed") for rank, it in its.items()}
                 cause = "each rank deals from its own order"
                 cause += f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
-                findings.append(_wrong(first, f"{found} {named([one, other])}", cause, tuple(its)))
+                finding = _wrong(first, f"{found} {named([one, other])}", cause, tuple(its))
+                file = first.begin.get("sampler_in") or ""
+                rows = sources.seeds(file, own) if own else []
+                findings.append(replace(finding, where=SourceLine(file, rows[0], "")) if rows else finding)
                 break
     if groups and (seen or findings):
         return findings
     return "no whole epoch whose indices are known" if groups else _NO_GROUP
+
+
+def _rank_in(held: dict[int, dict[str, int]], world: int) -> str | None:
+    """The name by which samplers of the script hold their rank, if they also hold the number of ranks."""
+    names = set.intersection(*map(set, held.values())) if len(held) > 1 else set()
+    has_world = any(all(each[name] == world for each in held.values()) for name in names)
+    found = sorted(name for name in names if all(each[name] == rank for rank, each in held.items()))
+    return found[0] if found and has_world else None
 
 
 def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) -> Finding:
@@ -353,13 +367,18 @@ def _pairs(parts: list[Any]) -> list[tuple[int, int]]:
     return list(zip(*parts, strict=True)) if is_whole else []
 
 
-def probes(history: EventHistory) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
-    """Samples of data sets that a sampler deals: the event of a rank, and by rank the fields of the same samples."""
+def probes(history: EventHistory, dealt: bool = True) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
+    """Samples of data sets that a sampler deals: the event of a rank, and by rank the fields of the same samples.
+
+    Args:
+        dealt: False: of data sets that no sampler deals.
+    """
     found: list[tuple[Event, dict[int, list[list[Any]]]]] = []
     read = {(event["rank"], event["loader"]): event for event in history.of("probe")}
     for epochs in iterations(history).values():
         for by_rank in list(epochs.values())[:1]:
-            its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and (rank, it.begin["loader"]) in read}
+            its = {rank: it for rank, it in by_rank.items() if (rank, it.begin["loader"]) in read}
+            its = {rank: it for rank, it in its.items() if (it.shards > 1) == dealt}
             events = {rank: read[rank, it.begin["loader"]] for rank, it in its.items()}
             sizes = {rank: event["dataset_size"] for rank, event in events.items()}
             if len(events) > 1 and not differ(sizes):

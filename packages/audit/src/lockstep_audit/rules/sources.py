@@ -10,6 +10,7 @@ from typing import Any
 
 _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob", "iterdir")
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
+_SEEDING = ("manual_seed", "seed", "Random", "default_rng", "RandomState", "SeedSequence")
 _OF_ONE_RANK = ("rank", "main", "master", "global_zero")
 _EXCHANGES = ("broadcast", "reduce", "gather", "scatter")
 _HARMLESS = ("requires_grad_", "detach_")
@@ -221,6 +222,27 @@ def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
     branches = [b for b in branches if any(w in name_of(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
     found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
     return sorted(each.lineno for each in found if any(word in name_of(each.value).lower() for word in words))
+
+
+def decorated_for_one_rank(path: str, row: int) -> int | None:
+    """The line of a decorator such as `@rank_zero_only`, of the innermost function around a line."""
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
+    found = [n for each in functions[-1:] for n in each.decorator_list]
+    return next((n.lineno for n in found if any(w in ast.unparse(n).lower() for w in _OF_ONE_RANK)), None)
+
+
+def seeds(path: str, name: str) -> list[int]:
+    """Lines that seed a random generator with a variable or an attribute of this name."""
+    calls = [n for n in nodes(path) if isinstance(n, ast.Call) and name_of(n) in _SEEDING]
+    given = {n: [inner for each in n.args for inner in ast.walk(each)] for n in calls}
+    return sorted(n.lineno for n, inside in given.items() if name in map(name_of, inside))
+
+
+def deals(path: str, name: str) -> bool:
+    """True if a file takes every n-th part of something by an attribute or a variable of this name."""
+    parts = [n for n in nodes(path) if isinstance(n, ast.Slice) or (isinstance(n, ast.Call) and name_of(n) == "islice")]
+    parts += [n for n in nodes(path) if isinstance(n, ast.Compare) and "%" in ast.unparse(n)]
+    return any(name == name_of(inner) for part in parts for inner in ast.walk(part))
 
 
 def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:

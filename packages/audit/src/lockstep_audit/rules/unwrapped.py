@@ -146,9 +146,10 @@ def copies_part(history: EventHistory) -> Iterable[Finding] | str:
                 at, cause = _copied(history, found)
                 remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
                 findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
-    seen = bool(told) or any(history.of("frozen"))
+    seen = bool(told) or any(history.of("frozen", "frozen_part"))
     copied = {str(copy["at"]) for by_rank in told.values() for copy in by_rank.values()}
-    return [*findings, *_frozen(history, copied)] if seen else "no copy of a wrapped model was called"
+    found = [*findings, *_frozen(history, copied), *_frozen_parts(history)]
+    return found if seen else "no copy of a wrapped model was called"
 
 
 def _frozen(history: EventHistory, copied: set[str]) -> list[Finding]:
@@ -173,3 +174,32 @@ def _frozen(history: EventHistory, copied: set[str]) -> list[Finding]:
             remedy = "copy the model after DistributedDataParallel(...) made it equal, or broadcast the weights"
             findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), first["step"]))
     return findings
+
+
+def _frozen_parts(history: EventHistory) -> list[Finding]:
+    """Parts of a wrapped model, such as a teacher, that all ranks call, and that not all ranks update alike."""
+    parts, ends = dict[int, dict[int, Event]](), {e["rank"]: e.get("parameters") or {} for e in history.of("exit")}
+    for event in history.of("frozen_part"):
+        parts.setdefault(event["model"], {}).setdefault(event["rank"], event)
+    for model, by_rank in parts.items() if not any(divergences(history)[0]) else ():
+        for group in (each for each in facts.replicas(history, "ddp") if {*each} <= by_rank.keys()):
+            last = {rank: ends.get(rank, {}).get(str(model)) for rank in group}
+            calls = [call for call in history.of("collective") if call.get("op") in ("broadcast", "all_reduce")]
+            if not all(last.values()) and any(call["step"] and "float" in str(call["dtype"]) for call in calls):
+                continue  # ranks may exchange what one has updated
+            for name in by_rank[group[0]]["names"]:
+                writes = {rank: [e for e in history.of("write", rank=rank) if e["name"] == name] for rank in group}
+                ends_of = {rank: held and held.get(name) for rank, held in last.items()}
+                told = {rank: [(event["step"], event["digest"]) for event in writes[rank]] for rank in group}
+                if facts.differ(ends_of) or (None in ends_of.values() and facts.differ(told)):
+                    first = min((each[0] for each in writes.values() if each), key=lambda e: e["step"], default=None)
+                    at = (first or by_rank[group[0]])["at"]
+                    at = [at[0], sources.decorated_for_one_rank(at[0], at[1]) or at[1], at[2]]
+                    evidence = f"{name} is a frozen parameter of the model that ranks train, and it differs on "
+                    evidence += f"{facts.named(group)}; all of them use it at {facts.line(by_rank[group[0]]['at'])}"
+                    only = {rank for rank in group if told[rank]}
+                    cause = f"only {facts.named(only)} updates it" if 0 < len(only) < len(group) else None
+                    remedy = "update it on all ranks: their weights are equal after each step"
+                    step = first["step"] if first else None
+                    return [Finding("LS214", facts.place(at), evidence, cause, remedy, group, step)]
+    return []

@@ -35,6 +35,7 @@ def eval_weights_differ(history: EventHistory) -> Iterable[Finding] | str:
         is_dealt = all(it and it.shards > 1 for it in its.values())
         subsets = {rank: it.begin.get("subset") if it else None for rank, it in its.items()}
         is_dealt = is_dealt or (all(subsets.values()) and differ(subsets))
+        is_dealt = is_dealt or (not any(its.values()) and _is_of_some(history, look))
         if not names or not is_dealt or not _were_alike(history, look, looks):
             continue
         first = look[min(look)]
@@ -67,15 +68,29 @@ def _unlike(digests: dict[int, dict[str, Any]]) -> list[str]:
 
 
 def _part(history: EventHistory, look: Event) -> Iteration | None:
-    """The loop over a loader in which an evaluation began, if ranks gather or reduce before training continues."""
+    """The loop over a loader in which an evaluation began, if ranks combine its results."""
     its = [by_rank.get(look["rank"]) for epochs in iterations(history).values() for by_rank in epochs.values()]
     around = [it for it in its if it and it.begin["number"] < look["number"] and not it.is_training]
     around = [it for it in around if it.end is None or look["number"] < it.end["number"]]
+    return around[-1] if around and _is_combined(history, look) else None
+
+
+def _is_of_some(history: EventHistory, look: Look) -> bool:
+    """True if only some ranks loaded or wrote weights, and all combine what they compute from their own inputs."""
+    writes = [e for e in history.of("write") if (look.get(e["rank"]) or {}).get("step") == e["step"]]
+    changed = {rank for rank, event in look.items() if event.get("changed")}
+    changed |= {event["rank"] for event in writes if event["number"] < look[event["rank"]]["number"]}
+    is_apart = differ({rank: event.get("inputs") for rank, event in look.items()})
+    is_combined = all(_is_combined(history, event) for event in look.values())
+    return 0 < len(changed) < len(look) and is_apart and is_combined
+
+
+def _is_combined(history: EventHistory, look: Event) -> bool:
+    """True if ranks gather or reduce something between an evaluation and the next step."""
     later = [e["number"] for e in history.of("step", rank=look["rank"]) if e["number"] > look["number"]]
     calls = [e for e in history.of("collective", rank=look["rank"]) if look["number"] < e["number"]]
     calls = [e for e in calls if e["number"] < min(later, default=float("inf"))]
-    is_combined = any("gather" in str(call.get("op")) or "reduce" in str(call.get("op")) for call in calls)
-    return around[-1] if around and is_combined else None
+    return any("gather" in str(call.get("op")) or "reduce" in str(call.get("op")) for call in calls)
 
 
 def _were_alike(history: EventHistory, look: Look, looks: list[Look]) -> bool:

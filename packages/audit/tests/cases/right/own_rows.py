@@ -1,0 +1,15 @@
+"""Each rank has its own rows."""
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+torch.manual_seed(rank)
+x = torch.randn(64, 8); y = (x.sum(1) > 0).long()
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+model = DDP(nn.Linear(8, 2)); opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for xb, yb in loader:
+        opt.zero_grad(); F.cross_entropy(model(xb), yb).backward(); opt.step()
+dist.destroy_process_group()
