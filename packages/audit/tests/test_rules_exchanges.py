@@ -123,7 +123,7 @@ def test_a_copy_with_the_statistics_of_a_new_layer_is_an_error():
         return Script().optimizer().step().exit(copies={"0": copy}).found("LS612")
 
     (finding,) = left(["1", "4"])
-    assert (finding.where.line, "1, 4 of the Net" in finding.evidence) == (12, True)
+    assert (finding.where.line, "2 normalizations have" in finding.evidence) == (12, True)
     assert left(None) == []
 
 

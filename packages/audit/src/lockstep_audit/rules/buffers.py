@@ -78,12 +78,16 @@ def initial_statistics(history: EventHistory) -> Iterable[Finding] | str:
     for events in lines.values():
         _, copy = events[0]
         made = (copy.get("made_from") or [copy.get("at")])[0]
-        evidence = f"{some(copy['initial'])} of the {copy['class']} that {line(copy.get('at'))} calls have a mean of 0 "
-        evidence += "and a variance of 1, as new layers have; its weights have changed, and the trained model's "
+        names, at = copy["initial"], line(copy.get("at"))
+        counted = number_of(len(names), "normalization", "has", "have")
+        evidence = (
+            f"in the {copy['class']} that {at} calls, {counted} a mean of 0 and a variance of 1, like a new layer "
+        )
+        evidence += f"({some(names)}); its weights have changed, and so have the trained model's statistics"
         cause = "the copy follows the parameters of the trained model, and not its buffers"
         remedy = "also copy the buffers: for a, b in zip(ema.buffers(), model.buffers()): a.copy_(b)"
         ranks = tuple(sorted({rank for rank, _ in events}))
-        findings.append(Finding("LS612", place(made), f"{evidence}statistics, too", cause, remedy, ranks, None))
+        findings.append(Finding("LS612", place(made), evidence, cause, remedy, ranks, None))
     return findings if told else "no copy of a wrapped model was called"
 
 
