@@ -41,7 +41,8 @@ def note_parameters(*_: Any, **__: Any) -> After:
 def _normalizations(module: Any, is_initial: bool) -> list[str]:
     """Names of normalizations whose running statistics are those of a new layer, or are not."""
     kind = torch.nn.modules.batchnorm._NormBase
-    own = [(n, m) for n, m in module.named_modules() if isinstance(m, kind) and m.running_mean is not None]
+    own: list[tuple[str, Any]] = [(name, each) for name, each in module.named_modules() if isinstance(each, kind)]
+    own = [(name, each) for name, each in own if each.running_mean is not None]
     return [n for n, m in own if (not m.running_mean.any() and bool((m.running_var == 1).all())) is is_initial]
 
 

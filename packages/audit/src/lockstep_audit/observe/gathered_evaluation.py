@@ -32,8 +32,8 @@ def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[s
         is_plain = isinstance(given, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in given)
         is_plain = is_plain or getattr(given, "ndim", 0) == 1
         sizes_exchanged(given, values[0])
-        whole = isinstance(given, list) and all(isinstance(each, int) for each in given[:_FEW])
-        return {"rows": len(given) if is_plain else -1, "first": given[:_FEW] if whole else None}
+        is_whole = isinstance(given, list) and given and all(isinstance(each, int) for each in given[:_FEW])
+        return {"rows": len(given) if is_plain else -1} | ({"first": given[:_FEW]} if is_whole else {})
     given = next(digests.tensors_in(values[0] if name == "gather" else values[1:], 1), None)
     tensors = list(digests.tensors_in(values[1] if name == "gather" and len(values) > 1 else values[0], 2))
     if given is not None and name == "all_gather":

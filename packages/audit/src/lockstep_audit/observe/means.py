@@ -176,8 +176,8 @@ def mean_of_quotients(tensor: Any, *arguments: Any, **named: Any) -> After:
     if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.ndim != 1 or arguments or named:
         return None
     own = {repr(each) for each in tensor.tolist()} if _quotients and 1 < tensor.numel() <= _MOST else set()
-    by = next((by for values, by in reversed(_quotients) if own and own <= set(map(repr, values))), None)
-    return (lambda result, error: _ratios.append((result, by)) if error is None else None) if by else None
+    found = [by for values, by in reversed(_quotients) if own and own <= set(map(repr, values))]
+    return (lambda result, error: _ratios.append((result, found[0])) if error is None else None) if found else None
 
 
 _spreads: deque[tuple[torch.Tensor, str]] = deque(maxlen=16)

@@ -165,12 +165,11 @@ def _reduced(tensors: Any) -> dict[str, Any] | None:
 def _terms(tensors: Any) -> list[dict[str, Any]] | None:
     """The sums in a loss that the script divides by a sum over ranks, and what multiplies each."""
     root = next(digests.tensors_in(tensors), None)
-    left = [(root.grad_fn, (), ())] if root is not None and root.grad_fn is not None else list[Any]()
+    left, looks = list[tuple[Any, tuple[float, ...], tuple[float, ...]]](), 0
+    left += [(root.grad_fn, (), ())] if root is not None and root.grad_fn is not None else []
     found = list[dict[str, Any]]()
-    for _ in range(_ENDS):
-        function, divisors, factors = left.pop() if left else (None, (), ())
-        if function is None:
-            break
+    while left and looks < _ENDS:
+        (function, divisors, factors), looks = left.pop(), looks + 1
         below = [each for each, _ in function.next_functions if each is not None]
         name, inner = type(function).__name__, type(torch_state.below(function)).__name__
         if name in _SCALING and len(below) == 1:
@@ -181,9 +180,9 @@ def _terms(tensors: Any) -> list[dict[str, Any]] | None:
         elif name in _THROUGH:
             left += [(each, divisors, factors) for each in below]
         elif "Gather" not in inner and (name.startswith("Sum") or getattr(function, "_saved_reduction", 0) == _SUM):
-            sums = [(by, told) for by in divisors if (told := means.summed_to(by))]
+            sums = [(by, on) for by in divisors if (on := means.summed_to(by))]
             told = {"factors": factors, "of": math.prod(getattr(function, "_saved_self_sym_sizes", ()))}
-            told |= {"is_once": len(divisors) == 1}
+            told["is_once"] = len(divisors) == 1
             found += [told | {"divisor": by, "ranks": on["ranks"], "at": means.divided_at(by)} for by, on in sums]
     return found or None
 
