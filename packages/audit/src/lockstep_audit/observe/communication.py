@@ -146,7 +146,8 @@ def _note_counts(values: Sequence[Any], at: list[str | int] | None, group: dist.
     own, results = (values[1] if len(values) > 1 else None), values[0]
     is_few = isinstance(own, torch.Tensor) and own.numel() <= _FEW and gathered_evaluation.before_sum(own) is not None
     if is_few or type(own) in (int, float):
-        results = list(results.view(-1, *own.shape)) if isinstance(results, torch.Tensor) else results
+        shape = getattr(own, "shape", ())
+        results = list(results.view(-1, *shape)) if isinstance(results, torch.Tensor) else results
         means.exchanged(results, own, at=at, ranks=torch_state.ranks_of(group))
 
 

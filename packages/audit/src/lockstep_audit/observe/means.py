@@ -235,7 +235,8 @@ def summed_to(divisor: float) -> dict[str, Any] | None:
             total = torch.stack([torch.as_tensor(each).detach().flatten() for each in results]).sum(0)
             is_it = total == torch.tensor(divisor).to(total.dtype)
             if bool((is_it & (torch.as_tensor(own).flatten() < total)).any()):
-                return told
+                found: dict[str, Any] = told
+                return found
     return None
 
 
@@ -288,8 +289,8 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
         found = [_mean_of(each / len(line), line) for each in held for line in _means.values() if len(line) in held]
         told = next(({"mean_of": each, "value": each["plain"]} for each in found if each), {})
         curves = [(value, name) for value in held for result, name in _curved if _is(result, value) and value % 1]
-        found = next(({"value": value, "result_of": name} for value, name in curves), {})
-        return told or found or _spread_of(tensor)
+        told = told or next(({"value": value, "result_of": name} for value, name in curves), {})
+        return told or _spread_of(tensor)
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
         return _spread_of(tensor) if tensor.device.type == "cpu" and not tensor.requires_grad else {}
     value = float(tensor)

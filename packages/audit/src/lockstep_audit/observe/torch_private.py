@@ -150,7 +150,7 @@ def _patches() -> list[Patch]:
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]
     names = [(module, f"{task}{name}", name) for module in _METRICS for task in _TASKS for name in SCORES]
-    found += [Patch(*owner, functools.partial(scored, name), is_optional=True) for *owner, name in names]
+    found += [Patch(where, task, functools.partial(scored, name), is_optional=True) for where, task, name in names]
     clearing = (("torch.optim.optimizer", "Optimizer.zero_grad"), ("torch.nn.modules.module", "Module.zero_grad"))
     found += [Patch(*owner, gradients.note_cleared) for owner in clearing]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))

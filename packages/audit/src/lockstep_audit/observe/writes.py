@@ -13,8 +13,10 @@ import torch
 from lockstep_audit.observe import digests, places
 from lockstep_audit.observe.recorder import After, recorder
 
-NAMES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "add_", "sub_", "mul_", "div_", "lerp_")
-NAMES += ("__setitem__", "__iadd__")
+NAMES = (
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "add_", "sub_", "mul_", "div_", "lerp_"),
+    *("__setitem__", "__iadd__"),
+)
 _EACH = 24
 """The number of writes of each line that are recorded."""
 _KINDS = (torch.Tensor, torch.nn.Parameter)

@@ -146,8 +146,8 @@ def padding_counted(history: EventHistory) -> Iterable[Finding] | str:
         evidence += f", but ranks have {event['own']} together" if event["own"] > 0 else ""
         cause = "shards have different lengths, and nothing removes the rows that fill up the shorter ones"
         remedy = "cut each part to its length: torch.cat([part[:size] for part, size in zip(parts, sizes)])"
-        ranks = tuple(history.ranks)
-        findings.append(Finding("LS608", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
+        at, step = place(event.get("at")), event["step"]
+        findings.append(Finding("LS608", at, evidence, cause, remedy, tuple(history.ranks), step))
     is_seen = found or findings or any(call.get("op") in _GATHERS for call in history.of("collective"))
     return findings if is_seen else "nothing was padded or gathered"
 

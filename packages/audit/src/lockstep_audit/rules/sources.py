@@ -240,7 +240,10 @@ def seeds(path: str, name: str) -> list[int]:
 
 def deals(path: str, name: str) -> bool:
     """True if a file takes every n-th part of something by an attribute or a variable of this name."""
-    parts = [n for n in nodes(path) if isinstance(n, ast.Slice) or (isinstance(n, ast.Call) and name_of(n) == "islice")]
+    parts: list[ast.AST] = []
+    parts += [
+        n for n in nodes(path) if isinstance(n, ast.Slice) or (isinstance(n, ast.Call) and name_of(n) == "islice")
+    ]
     parts += [n for n in nodes(path) if isinstance(n, ast.Compare) and "%" in ast.unparse(n)]
     return any(name == name_of(inner) for part in parts for inner in ast.walk(part))
 

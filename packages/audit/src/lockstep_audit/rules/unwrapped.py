@@ -148,8 +148,8 @@ def copies_part(history: EventHistory) -> Iterable[Finding] | str:
                 findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
     seen = bool(told) or any(history.of("frozen", "frozen_part"))
     copied = {str(copy["at"]) for by_rank in told.values() for copy in by_rank.values()}
-    found = [*findings, *_frozen(history, copied), *_frozen_parts(history)]
-    return found if seen else "no copy of a wrapped model was called"
+    findings += [*_frozen(history, copied), *_frozen_parts(history)]
+    return findings if seen else "no copy of a wrapped model was called"
 
 
 def _frozen(history: EventHistory, copied: set[str]) -> list[Finding]:
