@@ -1,26 +1,24 @@
 """Rules on what ranks exchange, and on what only some of them change: counts, scores, padding, copies, joins."""
 
-from packages.audit.tests.made_events import Script, at
+from packages.audit.tests.made_events import Script, at, dealt, parts
 
 
-def divided(*divisors, ops=("DivBackward0", "SumBackward0"), ranks=None, **keys):
+def divided(*divisors, factors=(), ranks=None, of=0, **keys):
     script = Script().optimizer()
     for divisor in divisors:
         for rank in range(2):
             script.step(rank, **keys)
-            told = {"divisor": divisor, "ops": list(ops), "summed_to": {"at": at(22), "ranks": ranks}}
-            script.events[-1]["backwards"][0] |= told | {"divided_at": at(24)}
+            term = {"divisor": divisor, "factors": factors, "ranks": ranks, "of": of, "is_once": True, "at": at(24)}
+            script.events[-1]["backwards"][0] |= {"divisor": 1.0, "ops": ["AddBackward0"], "terms": [term]}
     return script.found("LS211")
 
 
 def test_a_sum_that_is_divided_by_a_count_of_all_ranks_is_an_error():
     (finding,) = divided(93.5, 80.0)
     assert (finding.where.line, "divided by 93.5, the sum of the counts" in finding.evidence) == (24, True)
-    assert divided(93.5, 80.0, ranks=[0, 1]) != []
+    assert all((divided(93.5, 80.0, ranks=[0, 1]), divided(80.0, 80.0, of=70), divided(93.5, 80.0, factors=(0.5,))))
     assert divided(93.5, 93.5) == divided(93.5, 80.0, ranks=[0]) == divided(93.5, 80.0, rescaled=2.0) == []
-    others = [("DivBackward0", "MulBackward0", "SumBackward0"), ("DivBackward0", "MeanBackward0")]
-    others += [("MulBackward0", "DivBackward0", "SumBackward0"), ("DivBackward0", "_AllReduceBackward", "SumBackward0")]
-    assert [divided(93.5, 80.0, ops=ops) for ops in others] == [[]] * 4
+    assert [divided(93.5, 80.0, factors=by) for by in ((2.0,), (0.5, 2.0), (4.0, 0.5))] == [[]] * 3
 
 
 def scored(script=None, value=float, **keys):
@@ -105,3 +103,51 @@ def test_buffers_are_compared_where_ranks_evaluate_together():
 
     assert [finding.where.line for finding in looked(lambda rank: 30).found("LS602")] == [30]
     assert looked(lambda rank: 30 + rank).found("LS602") == []  # rank 0 has evaluated alone
+
+
+def test_a_state_without_a_copy_that_is_restored_is_an_error():
+    def restored(script=None, **keys):
+        script = (script or Script()).optimizer().step()
+        return script.add("state", at=at(60), what="model", id=0, **keys).found("LS709")
+
+    (finding,) = restored(taken=[at(44), 8])
+    assert (finding.where.line, "8 steps of optimizers" in finding.evidence) == (44, True)
+    assert "another load_state_dict" in restored(taken=[at(44), 0])[0].evidence
+    average = Script().add("hand_average", at=at(31), model=0, collective="all_reduce", op="SUM", elements=9)
+    assert restored() == restored(average, taken=[at(44), 8]) == []
+
+
+def test_a_copy_with_the_statistics_of_a_new_layer_is_an_error():
+    def left(initial):
+        copy = {"class": "Net", "at": at(50), "digest": "1", "made_from": [at(12), at(9)], "initial": initial}
+        return Script().optimizer().step().exit(copies={"0": copy}).found("LS612")
+
+    (finding,) = left(["1", "4"])
+    assert (finding.where.line, "2 normalizations have" in finding.evidence) == (12, True)
+    assert left(None) == []
+
+
+def test_means_of_quotients_for_each_class_are_a_warning():
+    by = [{0: [9.0, 4.0], 1: [9.0, 5.0]}, {0: [9.0, 4.0], 1: [9.0, 4.0]}]
+    told = {"op": "all_reduce", "dtype": "float32", "shape": [], "sequence": 0, "reduce_op": "SUM", "value": float}
+    found = [Script().add("collective", at=at(44), ratio_of=each.get, **told).found("LS604") for each in by]
+    assert ["(9, 4) on rank 0, (9, 5) on rank 1" in one.evidence for one in found[0]] == [True]
+    assert found[1] == []
+
+
+def test_padding_is_known_if_the_numbers_of_samples_are_gathered():
+    def evaluated(first):
+        numbers = {0: [[0, 2], [4]], 1: [[1, 3], [0]]}
+        script = Script().optimizer().epoch(numbers.get, train=False, distributed=dealt(), dataset_size=5)
+        return script.add("collective", op="all_gather", at=at(40), given=[3], first=first).found("LS601")
+
+    assert len(evaluated(None)) == len(evaluated(lambda rank: [1, 1, 0])) == 1
+    assert evaluated({0: [0, 2, 4], 1: [1, 3, 0]}.get) == []
+
+
+def test_the_draw_of_an_order_is_the_line_of_a_subset_that_differs():
+    def split(digest):
+        script = Script().optimizer().add("order", at=at(6), length=20, digest=digest)
+        return script.epoch(parts(), distributed=dealt(), subset=str, dataset_size=16).found("LS103")[0].where.line
+
+    assert (split(str), split("same")) == (6, 10)

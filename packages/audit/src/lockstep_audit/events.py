@@ -24,6 +24,8 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
     split         torch.utils.data.random_split; Subset by  lengths, digest (of the drawn indices), by (what took
                   the script; datasets, sklearn             them, if not random_split: then the digest is
                                                             of the first 1,000, or of sklearn's random state)
+    order         torch.randperm, shuffle and the like by   length, digest
+                  the script
     generator     torch.set_rng_state, random.setstate,     digest (of the state)
                   numpy.random.set_state by the script
     set_epoch     DistributedSampler.set_epoch              sampler (id), epoch
@@ -189,8 +191,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             labels (that the loss is a mean of, if some are ignored),
                                                             rows (the same, if none is), factor (what the script
                                                             multiplies the loss with),
-                                                            summed_to: {at, ranks} of a sum over ranks, or a gather,
-                                                            whose result the divisor is,
+                                                            terms: [{divisor, at, factors, ranks, of, is_once}]
+                                                            of sums of so many numbers in the loss that it
+                                                            divides by a sum over ranks, and multiplies,
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks), discarded (all gradients of the pass
                                                             before were gone when this one began, and no optimizer
@@ -244,12 +247,13 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             parameter (the place of the gradient that is reduced),
                                                             given_at (the call that gave the number to the function),
                                                             ratio_of (what the number was divided by), result_of
-                                                            ("exp", "sqrt", or a function
+                                                            ("exp", "sqrt", "std", "var", or a function
                                                             of a library of metrics),
                                                             value (of one number), mean_of: {means, numbers, least,
                                                             most, unequal, weighted} where that number is the mean of
                                                             means that one line computed outside of training,
-                                                            given (shape, where results are gathered), rows (of an
+                                                            given (shape, where results are gathered), first (of
+                                                            the rank's whole numbers), rows (of an
                                                             object: of a list of plain values; -1: another object)
     lined_up      rows that the script compares with others gathered_at, rows: in the order of ranks, after an
                   or takes a loss of                        evaluation of several batches; is_dealt (one of each
@@ -263,7 +267,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
     load          torch.load and the like                   path, keys, saved_step (if the file has it)
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
                   scheduler, scaler                         missing, unexpected: [name, ...], of (number of names),
-                                                            names_digest (of a model), model (of a watched one)
+                                                            names_digest (of a model), model (of a watched one),
+                                                            taken: [place, steps since] of the state_dict() that gave
+                                                            the model's own tensors
     load_state    Accelerator.load_state                    objects (models, optimizers and objects that it loads into)
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
@@ -285,8 +291,9 @@ appearance. The ids of one object agree across ranks only if all ranks ran the s
                                                             {files, made_from, digests}} of buffers of the script's
                                                             modules in no wrapper, copies: {number:
                                                             {class, at, digest, made_from, is_early (made before any
-                                                            wrapping), changes (of its parameters)}} of modules with
-                                                            the names of a wrapped model
+                                                            wrapping), changes (of its parameters), initial (names of
+                                                            normalizations with the statistics of a new layer)}} of
+                                                            modules with the names of a wrapped model
     note          an observer could not be installed        what, reason
 
 A digest is a string of 16 hexadecimal characters: a position-weighted sum over the bits of a tensor modulo 2**64, equal

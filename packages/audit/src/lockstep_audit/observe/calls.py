@@ -175,7 +175,8 @@ def _note_part(module: Any, inputs: Any) -> None:
 
 
 _seen: set[int] = set()
-copies: Registry[tuple[int, list[str | int] | None]] = Registry()
+copies: Registry[tuple[int, list[str | int] | None, str | None]] = Registry()
+"""Their number, where they were first called, and a digest of their parameters, if that was before the first step."""
 _COPIES_UNTIL = 1000
 
 
@@ -183,7 +184,8 @@ def _note_copy(module: Any) -> None:
     """A module with the names of a wrapped model, such as its average. Its final state is recorded at the end."""
     names = [name for name, _ in module.named_parameters()]
     if _is_copy(module, names):
-        copies.put(module, (len(list(copies.items())), places.here()))
+        digest = None if recorder.counts.optimizer_steps else models.weights_of(module)
+        copies.put(module, (len(list(copies.items())), places.here(), digest))
 
 
 def _is_copy(module: Any, names: list[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep_audit.observe import calls, digests, models, places
-from lockstep_audit.observe.objects import Numbers
+from lockstep_audit.observe.objects import Numbers, Registry
 from lockstep_audit.observe.recorder import After, recorder
 
 _EACH_LINE = 50
@@ -95,12 +95,50 @@ def _keys(value: Any) -> list[str] | None:
     return [str(key) for key in list(value)[:_KEYS]] if isinstance(value, Mapping) else None
 
 
-def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
+_taken: Registry[tuple[list[str | int] | None, tuple[int, int]]] = Registry()
+"""By the first tensor of a state_dict(): where it was taken, and after how many optimizer steps and loads."""
+_loads: Registry[int] = Registry()
+"""By the first parameter of a module: how often other tensors were loaded into it."""
+
+
+def taken(module: Any, *arguments: Any, **named: Any) -> After:
+    """Module.state_dict of a whole module."""
+    first = None if arguments or "destination" in named else next(module.parameters(), None)
+    if first is None:
+        return None
+    known = (places.here(), (recorder.counts.optimizer_steps, _loads.get(first) or 0))
+
+    def after(result: Any, error: BaseException | None) -> None:
+        tensor = next(digests.tensors_in(result, 1), None)
+        if tensor is not None:
+            _taken.put(tensor, known)
+
+    return after
+
+
+def _taken_at(module: Any, state: Any = None) -> list[Any] | None:
+    """Where a state was taken that shares the memory of the module, and how many steps have changed it since."""
+    parameters = dict(module.named_parameters())
+    given = [each for each in state.values() if isinstance(each, torch.Tensor)] if isinstance(state, Mapping) else []
+    known = next((known for each in given if (known := _taken.get(each))), None)
+    if not parameters or not given:
+        return None
+    first, memory = next(iter(parameters.values())), {digests.local(each).data_ptr() for each in given} - {0}
+    loads, steps = _loads.get(first) or 0, recorder.counts.optimizer_steps
+    if not all(name in state and digests.local(each).data_ptr() in memory for name, each in parameters.items()):
+        _loads.put(first, loads + 1)
+        return None
+    return [known[0], steps - known[1][0]] if known and known[1] != (steps, loads) else None
+
+
+def restored(what: str, thing: Any, *arguments: Any, **named: Any) -> After:
     """load_state_dict of a model, an optimizer, a scheduler or a scaler."""
     told = {"at": places.here(), "what": what, "id": _numbers[what].of(thing)}
     if what == "model":
         told["names_digest"] = digests.of_numbers(dict(thing.named_parameters()))
         told["model"] = recorder.guard("weights before a load", calls.restores, thing)
+        state = named.get("state_dict", next(iter(arguments), None))
+        told["taken"] = recorder.guard("a state that was not copied", _taken_at, thing, state)
 
     def after(result: Any, error: BaseException | None) -> None:
         keys = {name: list(getattr(result, f"{name}_keys", ())) for name in ("missing", "unexpected")}

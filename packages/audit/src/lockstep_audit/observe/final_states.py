@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lockstep_audit.observe import buffers, calls, digests, models, module_creation, places
 from lockstep_audit.observe.models import parameters_of
 from lockstep_audit.observe.recorder import After, recorder
@@ -24,13 +26,24 @@ def note_parameters(*_: Any, **__: Any) -> After:
             _last[model.number] = digests.of_tensors(parameters)
             _last_buffers[model.number] = digests.of_tensors({n: b for n, (_, b) in buffers.own(model.inner()).items()})
     _outside.update(_buffers_outside())
-    for copy, (number, at) in calls.copies.items():
-        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
+    moved = {name for inner in models.inner_of_told() for name in _normalizations(inner, False)}
+    first = {model.before for model in models.told()}
+    for copy, (number, at, before) in calls.copies.items():
         made_from, is_early = module_creation.modules.get(copy) or (None, None)
         changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
-        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
+        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": models.weights_of(copy)}
         _copied[number] |= {"made_from": made_from, "is_early": is_early, "changes": changes}
+        if _copied[number]["digest"] not in {*first, before}:
+            _copied[number]["initial"] = [name for name in _normalizations(copy, True) if name in moved] or None
     return None
+
+
+def _normalizations(module: Any, is_initial: bool) -> list[str]:
+    """Names of normalizations whose running statistics are those of a new layer, or are not."""
+    kind = torch.nn.modules.batchnorm._NormBase
+    own: list[tuple[str, Any]] = [(name, each) for name, each in module.named_modules() if isinstance(each, kind)]
+    own = [(name, each) for name, each in own if each.running_mean is not None]
+    return [n for n, m in own if (not m.running_mean.any() and bool((m.running_var == 1).all())) is is_initial]
 
 
 def _buffers_outside() -> dict[str, dict[str, Any]]:

@@ -32,14 +32,17 @@ def note(name: str, values: Sequence[Any], at: list[str | int] | None) -> dict[s
         is_plain = isinstance(given, (list, tuple)) and all(isinstance(each, (int, float, str)) for each in given)
         is_plain = is_plain or getattr(given, "ndim", 0) == 1
         sizes_exchanged(given, values[0])
-        return {"rows": len(given) if is_plain else -1}
+        is_whole = isinstance(given, list) and given and all(isinstance(each, int) for each in given[:_FEW])
+        return {"rows": len(given) if is_plain else -1} | ({"first": given[:_FEW]} if is_whole else {})
     given = next(digests.tensors_in(values[0] if name == "gather" else values[1:], 1), None)
     tensors = list(digests.tensors_in(values[1] if name == "gather" and len(values) > 1 else values[0], 2))
     if given is not None and name == "all_gather":
         sizes_exchanged(given, values[0])
     if given is not None and given.ndim and given.numel() > 1 and _sizes:
         _note_padded(given, at)
-    turn, told = data.last, {"given": None if given is None else list(given.shape)}
+    turn, told = data.last, dict[str, Any](given=None if given is None else list(given.shape))
+    if given is not None and given.dtype == torch.int64 and given.device.type == "cpu" and given.ndim:
+        told["first"] = given.flatten()[:_FEW].tolist()
     if turn is None or turn.batches < 2 or given is None or not given.ndim or given.device.type != "cpu":
         return told
     tensors = list(tensors[0].view(-1, *given.shape).unbind()) if name == "all_gather_into_tensor" else tensors

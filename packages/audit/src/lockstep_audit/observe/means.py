@@ -92,9 +92,9 @@ def mean(tensor: Any, *arguments: Any, **named: Any) -> After:
     """Tensor.mean of all elements, outside training."""
     if torch.is_grad_enabled() or arguments or named or tensor.device.type != "cpu":
         return None
-    count = tensor.numel()
+    count, of_quotients = tensor.numel(), mean_of_quotients(tensor)
     gathered_evaluation.counted(count, "mean()")
-    return lambda result, error: _keep(result, count)
+    return of_quotients or (lambda result, error: _keep(result, count))
 
 
 def _keep(result: Any, count: int) -> None:
@@ -153,9 +153,56 @@ def forget() -> None:
     _ratios.clear()
     _divisions.clear()
     _curved.clear()
+    _quotients.clear()
+    _spreads.clear()
 
 
-_ratios: list[tuple[torch.Tensor, float]] = []
+_ratios: list[tuple[torch.Tensor, float | list[float]]] = []
+_quotients: deque[tuple[list[float], list[float]]] = deque(maxlen=16)
+"""Outside training: quotients of the elements of two vectors, and the divisors."""
+
+
+def _note_quotients(vector: Any, other: Any) -> After:
+    """Tensor / Tensor of two vectors, such as a quotient for each class."""
+    is_few = vector.ndim == 1 and 1 < vector.numel() <= _MOST and vector.device.type == "cpu"
+    if not is_few or vector.shape != other.shape:
+        return None
+    by = other.tolist()
+    return lambda result, error: _quotients.append((result.tolist(), by)) if error is None else None
+
+
+def mean_of_quotients(tensor: Any, *arguments: Any, **named: Any) -> After:
+    """A mean over classes of quotients, perhaps without some classes."""
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.ndim != 1 or arguments or named:
+        return None
+    own = {repr(each) for each in tensor.tolist()} if _quotients and 1 < tensor.numel() <= _MOST else set()
+    found = [by for values, by in reversed(_quotients) if own and own <= set(map(repr, values))]
+    return (lambda result, error: _ratios.append((result, found[0])) if error is None else None) if found else None
+
+
+_spreads: deque[tuple[torch.Tensor, str]] = deque(maxlen=16)
+
+
+def spread(name: str, tensor: Any, *_: Any, **__: Any) -> After:
+    """std and var of what has no gradient."""
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.device.type != "cpu":
+        return None
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and result.numel() <= _MOST:
+            _spreads.append((result.clone().flatten(), name))
+
+    return after
+
+
+def _spread_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The spread that a tensor holds, alone or stacked with other numbers for each feature."""
+    for values, name in _spreads if 0 < tensor.numel() <= _FEW * _MOST and tensor.is_floating_point() else ():
+        is_own = len(values) and tensor.numel() % len(values) == 0 and tensor.numel() // len(values) <= _FEW
+        rows = tensor.detach().reshape(-1, len(values)) if is_own and bool((values % 1).any()) else None
+        if rows is not None and bool((rows == values.to(rows.dtype)).all(1).any()):
+            return {"value": float(values.sum()), "result_of": name}
+    return {}
 
 
 _divisions: deque[tuple[Any, list[str | int] | None]] = deque(maxlen=16)
@@ -182,6 +229,11 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
+def has_summed() -> bool:
+    """True if ranks have summed or gathered counts since the last step."""
+    return bool(_sums) and _sums[-1][0] == recorder.counts.optimizer_steps
+
+
 def summed_to(divisor: float) -> dict[str, Any] | None:
     """The sum over ranks since the last step that a loss is divided by, if this rank contributed only a part of it."""
     for step, results, own, told in reversed(_sums):
@@ -201,6 +253,8 @@ def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
             _divisions.append((other, places.here()))
     if torch.is_grad_enabled() or type(tensor) is not torch.Tensor or type(other) is not torch.Tensor:
         return None  # fake tensors have no values
+    if tensor.ndim and other.ndim:
+        return _note_quotients(tensor, other)
     if tensor.ndim or other.ndim or other.device.type != "cpu" or len(_ratios) >= _MOST:
         return None
     by = float(other)
@@ -240,15 +294,16 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
         found = [_mean_of(each / len(line), line) for each in held for line in _means.values() if len(line) in held]
         told = next(({"mean_of": each, "value": each["plain"]} for each in found if each), {})
         curves = [(value, name) for value in held for result, name in _curved if _is(result, value) and value % 1]
-        return told or next(({"value": value, "result_of": name} for value, name in curves), {})
+        told = told or next(({"value": value, "result_of": name} for value, name in curves), {})
+        return told or _spread_of(tensor)
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
-        return {}
+        return _spread_of(tensor) if tensor.device.type == "cpu" and not tensor.requires_grad else {}
     value = float(tensor)
     told = {"value": value}
     quotients = [by for result, by in _ratios if _is(result, value)]
     told |= {"ratio_of": quotients[-1]} if quotients else {}
     curved = [name for result, name in _curved if value and _is(result, value)]
-    told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
+    told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else _spread_of(tensor)
     for line in _means.values():
         most = told.get("mean_of", {}).get("means", 0)
         if len(line) > most and (own := _mean_of(value, line)):

@@ -74,7 +74,7 @@ def unsynced(wrapper: Any) -> None:
 def wrapped(how: str, wrapper: Any, module: Any = None, *arguments: Any, **named: Any) -> After:
     """DDP(...), FSDP(...), DataParallel(...), fully_shard(...)."""
     at = places.here()
-    before = recorder.guard("weights before a wrapping", _weights, module) if how == "ddp" else None
+    before = recorder.guard("weights before a wrapping", weights_of, module) if how == "ddp" else None
 
     def after(result: Any, error: BaseException | None) -> None:
         if error is None:
@@ -83,7 +83,7 @@ def wrapped(how: str, wrapper: Any, module: Any = None, *arguments: Any, **named
     return after
 
 
-def _weights(module: Any) -> str:
+def weights_of(module: Any) -> str:
     return digests.of_numbers(digests.of_tensors({n: p.detach() for n, p in module.named_parameters()}).values())
 
 

@@ -42,7 +42,8 @@ at_sampled: list[Callable[[], None]] = []
 reduced: list[tuple[Any, dict[str, Any]]] = []
 """Autograd functions whose results the script summed over ranks in place since the last backward pass: torch passes
 their gradients on as if nothing had happened."""
-_NODES, _DEPTH = 20_000, 4
+_NODES, _DEPTH, _ENDS, _SUM = 20_000, 4, 64, 2
+_THROUGH = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "SqueezeBackward0", "ViewBackward0")
 _depth = 0
 
 
@@ -72,7 +73,7 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Afte
         told["factor"] = told.get("factor", 1.0) * _number(next(digests.tensors_in(grad_tensors), None))
         told["reduced"] = recorder.guard("sums over ranks in a loss", _reduced, tensors) if reduced else None
         told["divided_at"] = means.divided_at(told.get("divisor"))
-        told["summed_to"] = recorder.guard("sums of counts", means.summed_to, told.get("divisor", 1.0))
+        told["terms"] = recorder.guard("sums of counts", _terms, tensors) if means.has_summed() else None
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         if recorder.counts.backwards > state.last_seen:
             gone = recorder.guard("discarded gradients", gradients.gone) or (None, None)
@@ -159,6 +160,31 @@ def _reduced(tensors: Any) -> dict[str, Any] | None:
         seen.update(below)
         left += [(each, depth + 1, divisor, times) for each in below]
     return None
+
+
+def _terms(tensors: Any) -> list[dict[str, Any]] | None:
+    """The sums in a loss that the script divides by a sum over ranks, and what multiplies each."""
+    root = next(digests.tensors_in(tensors), None)
+    left, looks = list[tuple[Any, tuple[float, ...], tuple[float, ...]]](), 0
+    left += [(root.grad_fn, (), ())] if root is not None and root.grad_fn is not None else []
+    found = list[dict[str, Any]]()
+    while left and looks < _ENDS:
+        (function, divisors, factors), looks = left.pop(), looks + 1
+        below = [each for each, _ in function.next_functions if each is not None]
+        name, inner = type(function).__name__, type(torch_state.below(function)).__name__
+        if name in _SCALING and len(below) == 1:
+            by = _divisor(function) if name == _SCALING[1] else 1.0
+            divisors += (by,) if by > 1 else ()
+            factors += (_factor(function),) if by <= 1 else ()
+            left.append((below[0], divisors, factors))
+        elif name in _THROUGH:
+            left += [(each, divisors, factors) for each in below]
+        elif "Gather" not in inner and (name.startswith("Sum") or getattr(function, "_saved_reduction", 0) == _SUM):
+            sums = [(by, on) for by in divisors if (on := means.summed_to(by))]
+            told = {"factors": factors, "of": math.prod(getattr(function, "_saved_self_sym_sizes", ()))}
+            told["is_once"] = len(divisors) == 1
+            found += [told | {"divisor": by, "ranks": on["ranks"], "at": means.divided_at(by)} for by, on in sums]
+    return found or None
 
 
 def _factor(function: Any) -> float:

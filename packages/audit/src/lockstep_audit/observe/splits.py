@@ -24,6 +24,21 @@ def splitted(*_: Any, **__: Any) -> After:
     return after
 
 
+def ordered(given: Any = None, *_: Any, **__: Any) -> After:
+    """numpy.random.permutation, torch.randperm, shuffle and the like, by the script."""
+    if not places.is_by_user(sys._getframe(3)):
+        return None
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        order = given if result is None else result
+        if error is None and getattr(order, "ndim", 1) == 1 and hasattr(order, "__len__"):
+            digest = digests.of_numbers(map(str, order[:_COMPARED]))
+            recorder.emit("order", limit=20, at=at, length=len(order), digest=digest)
+
+    return after
+
+
 def subset_made(subset: Any, dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
     """Subset.__init__, by the script."""
     if places.is_by_user(sys._getframe(3)):

@@ -42,7 +42,19 @@ from lockstep_audit.observe.frameworks import asked, gathered, gathers, logged, 
 from lockstep_audit.observe.gathered_evaluation import compared
 from lockstep_audit.observe.gathers import by_lightning
 from lockstep_audit.observe.gradients import gradients, watch_hooks
-from lockstep_audit.observe.means import LOSSES, SCORES, arranged, curved, divided, floor_divided, loss, mean, scored
+from lockstep_audit.observe.means import (
+    LOSSES,
+    SCORES,
+    arranged,
+    curved,
+    divided,
+    floor_divided,
+    loss,
+    mean,
+    mean_of_quotients,
+    scored,
+    spread,
+)
 from lockstep_audit.observe.passes import backward, clipped, drawn
 from lockstep_audit.observe.recorder import After, is_child, recorder
 
@@ -129,6 +141,11 @@ def _patches() -> list[Patch]:
     found += [Patch("torch", f"Tensor.{name}", compared, is_frequent=True) for name in ("__eq__", "__sub__")]
     found += [Patch("torch", f"Tensor.{name}", floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", mean), Patch("torch", "arange", arranged)]
+    found += [Patch("torch", name, mean_of_quotients) for name in ("mean", "nanmean", "Tensor.nanmean")]
+    spreads = [(owner, name) for name in ("std", "var") for owner in (name, f"Tensor.{name}")]
+    found += [Patch("torch", owner, functools.partial(spread, name)) for owner, name in spreads]
+    found += [Patch("numpy.random", name, splits.ordered) for name in ("permutation", "shuffle")]
+    found += [Patch("random", "shuffle", splits.ordered), Patch("torch", "randperm", splits.ordered)]
     found += [Patch("torch", name, divided, is_frequent=True) for name in ("Tensor.__truediv__", "Tensor.div", "div")]
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
@@ -210,6 +227,7 @@ def _of_files() -> list[Patch]:
         *(Patch("shutil", name, files.renamed) for name in ("copyfile", "copytree")),
         Patch(dcp, "load", files.loaded_in_place),
         Patch("torch.nn.modules.module", "Module.load_state_dict", restored["model"]),
+        Patch("torch.nn.modules.module", "Module.state_dict", files.taken),
         Patch("torch.optim.optimizer", "Optimizer.load_state_dict", restored["optimizer"]),
         *(Patch("torch.optim.lr_scheduler", f"{name}.load_state_dict", restored["scheduler"]) for name in _SCHEDULERS),
         Patch("torch.amp.grad_scaler", "GradScaler.load_state_dict", restored["scaler"]),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
-from lockstep_audit.rules.facts import differ, group_of, keys, named, number_of, replicas, some
+from lockstep_audit.rules.facts import differ, group_of, keys, line, named, number_of, place, replicas, rule, some
 from lockstep_audit.rules.sources import nodes
 
 _ADDS = ("mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
@@ -64,6 +64,31 @@ def outside(history: EventHistory) -> list[Finding]:
                 remedy = "all_reduce the sums and the count before the module updates its buffers"
                 return [Finding("LS606", SourceLine(*min(lines), ""), evidence, cause, remedy, group, None)]
     return []
+
+
+@rule("LS612", "initial-statistics", "a copy of the model is evaluated with initial running statistics")
+def initial_statistics(history: EventHistory) -> Iterable[Finding] | str:
+    """An average of the weights whose batch normalizations have the statistics of a new layer."""
+    told = [(event["rank"], copy) for event in history.of("exit") for copy in (event.get("copies") or {}).values()]
+    lines: dict[str, list[tuple[int, Event]]] = {}
+    for rank, copy in told:
+        if copy.get("initial"):
+            lines.setdefault(str(copy.get("at")), []).append((rank, copy))
+    findings = []
+    for events in lines.values():
+        _, copy = events[0]
+        made = (copy.get("made_from") or [copy.get("at")])[0]
+        names, at = copy["initial"], line(copy.get("at"))
+        counted = number_of(len(names), "normalization", "has", "have")
+        evidence = (
+            f"in the {copy['class']} that {at} calls, {counted} a mean of 0 and a variance of 1, like a new layer "
+        )
+        evidence += f"({some(names)}); its weights have changed, and so have the trained model's statistics"
+        cause = "the copy follows the parameters of the trained model, and not its buffers"
+        remedy = "also copy the buffers: for a, b in zip(ema.buffers(), model.buffers()): a.copy_(b)"
+        ranks = tuple(sorted({rank for rank, _ in events}))
+        findings.append(Finding("LS612", place(made), evidence, cause, remedy, ranks, None))
+    return findings if told else "no copy of a wrapped model was called"
 
 
 def _averaged_at(file: str, name: str) -> list[int]:

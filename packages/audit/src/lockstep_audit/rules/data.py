@@ -245,7 +245,8 @@ def split_differs(history: EventHistory) -> Iterable[Finding] | str:
             subsets = {rank: it.begin.get("subset") for rank, it in by_rank.items()}
             if differ(subsets) and None not in subsets.values():
                 event = next(iter(by_rank.values())).begin
-                event = {**event, "at": event.get("dataset_at") or event.get("made_at") or event.get("at")}
+                drawn_at = _ordered_apart(history, event)
+                event = {**event, "at": drawn_at or event.get("dataset_at") or event.get("made_at") or event.get("at")}
                 loader = line(event.get("made_at") or next(iter(by_rank.values())).begin.get("at"))
                 findings.append(_split(event, tuple(subsets), f"the Subset of the loader at {loader}"))
         findings = list({finding.where: finding for finding in reversed(findings)}.values())
@@ -254,10 +255,18 @@ def split_differs(history: EventHistory) -> Iterable[Finding] | str:
     return "no sampler deals a random_split or Subset to ranks"
 
 
-def _splits(history: EventHistory) -> list[dict[int, Event]]:
+def _ordered_apart(history: EventHistory, begin: Event) -> Any:
+    """Where the script last drew an order of at least as many samples before a loop, if ranks drew different ones."""
+    drawn = [each for each in _splits(history, "order") if len(each) == len(history.ranks)]
+    firsts = [each[begin["rank"]] for each in drawn if differ({rank: event["digest"] for rank, event in each.items()})]
+    sizes = [e for e in firsts if e["number"] < begin["number"] and e["length"] >= (begin.get("dataset_size") or 0)]
+    return sizes[-1].get("at") if sizes else None
+
+
+def _splits(history: EventHistory, kind: str = "split") -> list[dict[int, Event]]:
     """What split the data sets, in the order of rank 0: the events of the same call, by rank."""
     found: dict[Any, dict[int, Event]] = {}
-    for rank, events in history.by_rank("split").items():
+    for rank, events in history.by_rank(kind).items():
         for key, event in numbered(events):
             found.setdefault(key, {})[rank] = event
     return list(found.values())

@@ -46,6 +46,8 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
                 continue
+            if _numbers_gathered(history, first):
+                continue
             samples = number_of(given, "sample", "was", "were")
             evidence = f"{samples} evaluated on {named(its)}, but the data set has {size}"
             cause = "the sampler repeats samples so that all ranks have equally many"
@@ -63,6 +65,13 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
                     break
             findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
     return findings if seen else "no evaluation of data that a sampler deals to ranks"
+
+
+def _numbers_gathered(history: EventHistory, it: Iteration) -> bool:
+    """True if ranks gathered the numbers of the samples, too: the script can tell which rows are repeated."""
+    later = [e for e in history.of("collective", rank=it.begin["rank"]) if e["number"] > it.begin["number"]]
+    firsts = [event["first"] for event in later if len(event.get("first") or ()) > 1]
+    return any(each == it.indices[: len(each)] for each in firsts)
 
 
 def _dropped(by_rank: dict[int, Iteration], history: EventHistory) -> list[Finding]:
@@ -202,7 +211,8 @@ def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | No
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     ops = {event.get("reduce_op") for event in firsts.values()}
     is_of_one = replicas(history) and not any(history.of("hand_average"))  # not folds, or models of ranks
-    curves = curves if ops <= {"SUM", "AVG", None} and (is_of_one or {*curves.values()} <= {"exp", "sqrt"}) else {}
+    is_of_one = is_of_one or {*curves.values()} <= {"exp", "sqrt", "std", "var"}
+    curves = curves if ops <= {"SUM", "AVG", None} and is_of_one else {}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
         return f"each rank contributes {name}() of its shard, and the mean of these is not that of the whole"
@@ -210,6 +220,9 @@ def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | No
         return None
     ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
     if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
+        if any(isinstance(by, list) for by in ratios.values()):
+            shown = each_rank({rank: f"({facts.some(f'{n:.6g}' for n in by)})" for rank, by in ratios.items()})
+            return f"each rank contributes a mean over classes of quotients, with the divisors {shown}"
         shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
         return f"each rank contributes its own quotient, which was divided by {shown}"
     counts: dict[int, int] = {}

@@ -165,7 +165,9 @@ def _parted(history: EventHistory, divergence: Divergence) -> Finding:
         cause = f"the state of the {what} was loaded on {named(ranks)} only"
         remedy = "call load_state_dict on all ranks; only writing belongs to rank 0"
     elif divergence.gradients and any(each.get("synced") is False for each in backwards[-1:]):
-        at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
+        last = backwards[-1]
+        at = (last.get("unsynced_by_user") and last.get("unsynced_at")) or last.get("at")
+        cause = f"the last backward pass before the step, at {line(last.get('at'))}, did not exchange gradients"
     elif not divergence.gradients and (write := _written_apart(history, divergence)):
         at, name, ranks = write
         cause = f"{line(_wrapped_at(history, divergence))} had made the ranks equal, and then this line gave {name} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, 
 _SAME = 0.01
 _LINES, _DIFFERENTIABLE = 8, "torch.distributed.nn.functional.all_reduce, whose backward pass also sums"
 _WORDS = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
-_WORDS |= {"summed": "sum of the counts"}
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
 
 
@@ -147,7 +147,7 @@ def divided_twice(history: EventHistory) -> Iterable[Finding] | str:
                 cause = "the wrapper already averages gradients over ranks"
                 remedy = "call loss.backward() on the mean over this rank's batch"
                 findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
-        findings += _by_all_ranks(history, group) if len(group) > 1 else []
+        findings += (_by_all_ranks(history, group) or _by_sums(history, group)) if len(group) > 1 else []
     return findings if seen else "no wrapped model was trained, or a communication hook exchanges in its own way"
 
 
@@ -193,7 +193,6 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
         is_multiplied |= abs((event.get("rescaled") or 1.0) - len(group)) < _SAME
         for what in _WORDS if "divisor" in backward and ops[0].startswith("Div") and not is_multiplied else ():
             count = given.get((event["optimizer"], event["index"], what))
-            count = backward["divisor"] if what == "summed" and _is_own_part(history, backward, group) else count
             if count:
                 told.setdefault((str(backward.get("at")), what), []).append((event, backward, count))
     for (_, what), turns in told.items():
@@ -213,12 +212,29 @@ def _by_all_ranks(history: EventHistory, group: tuple[int, ...]) -> list[Finding
     return []
 
 
-def _is_own_part(history: EventHistory, backward: Event, group: tuple[int, ...]) -> bool:
-    """True if a sum over this rank's numbers is divided by a count that exactly these ranks added up."""
-    told, ops = backward.get("summed_to"), backward["ops"]
-    is_sum = ops[1:2] and (ops[1].startswith("Sum") or ("summed" in backward and ops[1].startswith(_MEANS)))
-    is_local = not any("Reduce" in op or "Gather" in op for op in ops)
-    return bool(told and is_sum and is_local) and sorted((told or {}).get("ranks") or history.ranks) == [*group]
+def _by_sums(history: EventHistory, group: tuple[int, ...]) -> list[Finding]:
+    """Sums over this rank's numbers, divided by a count that exactly these ranks added up."""
+    lines, world = dict[str, list[tuple[Event, Event, Event]]](), len(group)
+    for event in history.of("step", rank=group[0]):
+        backward = next(iter(passes(event)), {})
+        is_rescaled = abs((event.get("rescaled") or 1.0) - world) < _SAME
+        for term in backward.get("terms") or () if not is_rescaled else ():
+            by = [*term["factors"], math.prod(term["factors"])]
+            is_multiplied = any(number > 1 and abs(number / world - round(number / world)) < _SAME for number in by)
+            if not is_multiplied and sorted(term["ranks"] or history.ranks) == [*group]:
+                lines.setdefault(str(term.get("at")), []).append((event, backward, term))
+    for turns in lines.values():
+        (event, backward, first), numbers = turns[0], {term["divisor"] for *_, term in turns}
+        is_always = len(turns) > 1 and all(
+            term.get("is_once") and 0 < term["of"] < term["divisor"] for *_, term in turns
+        )
+        if len(numbers) > 1 or is_always:  # else a coincidence of numbers
+            evidence = f"a sum was divided by {first['divisor']:.6g}, the sum of the counts in this step on all ranks"
+            cause = f"the wrapper averages gradients over {world} ranks, which divides once more"
+            remedy = "divide by the sum / world_size, or multiply the loss by the number of ranks"
+            at = first.get("at") or _division(backward.get("loss_at"), backward.get("at")) or backward.get("at")
+            return [Finding("LS211", place(at), evidence, cause, remedy, group, event["step"])]
+    return []
 
 
 def _division(loss_at: Any, at: Any) -> Any:

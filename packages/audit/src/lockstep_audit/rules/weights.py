@@ -11,7 +11,19 @@ from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
 from lockstep_audit.rules.divergence import averages, compared_steps, hooked
-from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, rule, some, steps
+from lockstep_audit.rules.facts import (
+    differ,
+    each_rank,
+    group_of,
+    keys,
+    line,
+    named,
+    number_of,
+    place,
+    rule,
+    some,
+    steps,
+)
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 Look = dict[int, Event]
@@ -46,6 +58,27 @@ def eval_weights_differ(history: EventHistory) -> Iterable[Finding] | str:
         at = place(_changed_at(history, look) or (begin.begin.get("at") if begin else None) or first.get("at"))
         findings.append(Finding("LS609", at, evidence, cause, remedy, tuple(look), first["step"]))
     return findings
+
+
+@rule("LS709", "state-not-copied", "the best weights were kept without a copy")
+def state_not_copied(history: EventHistory) -> Iterable[Finding] | str:
+    """load_state_dict of the tensors that the model itself has, after steps or loads have changed them."""
+    found: dict[str, list[Event]] = {}
+    for event in history.of("state") if not any(history.of("hand_average")) else ():
+        if event.get("taken"):
+            found.setdefault(str(event["taken"][0]), []).append(event)
+    findings = []
+    for events in found.values():
+        (at, count), first = events[0]["taken"], events[0]
+        changed = f"{number_of(count, 'step')} of optimizers" if count else "another load_state_dict"
+        evidence = (
+            f"{line(first.get('at'))} loads a state that has the model's own tensors, which {changed} had changed"
+        )
+        cause = "state_dict() returns references, which follow the training: the load changes nothing"
+        remedy = "best = copy.deepcopy(model.state_dict())"
+        ranks = tuple(sorted({event["rank"] for event in events}))
+        findings.append(Finding("LS709", place(at or first.get("at")), evidence, cause, remedy, ranks, first["step"]))
+    return findings if any(e.get("what") == "model" for e in history.of("state")) else "no state of a model was loaded"
 
 
 def _looks(history: EventHistory) -> list[Look]:
