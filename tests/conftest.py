@@ -69,7 +69,7 @@ def pytest_collection_finish(session):
     gc.freeze()  # torch and the tests stay, so collecting garbage need not look through them
     gc.enable()
     if not session.config.option.collectonly:
-        background.start(apart=not session.config.pluginmanager.hasplugin("tests.cpu_time"))
+        background.start()
 
 
 def pytest_sessionfinish():

@@ -1,10 +1,9 @@
-"""Run the tests in two processes for each core, and print the results of one after the other.
+"""Run the tests in three processes for each core, and print the results of one after the other.
 
     python tests/in_shards.py [--record] [paths and options of pytest]
 
 A process takes whole files: fixtures and warm ranks serve all tests of a file. The files are dealt by the seconds
-that `tests/durations.json` records, the longest first. These are seconds of CPU time of each file, with the processes
-that it starts: the cores are the limit, and a machine with other work says about the same. `--record` records them, and
+that `tests/durations.json` records, the longest first. `--record` records them, on a machine without other work, and
 adds the slowest tests to `tests/costly.txt`, until the others take the time of `make test`: these are left to
 `make test-all`. Temporary files are in memory if TMPDIR is not set and /dev/shm has room: runs flush their files to
 disk, and here nobody needs that.
@@ -28,14 +27,12 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 DURATIONS = HERE / "durations.json"
-_PER_CORE = 2  # processes: while one waits for its ranks or for a program, another computes
+_PER_CORE = 3  # processes: while one waits for its ranks or for a program, another computes
 IN_MEMORY = Path("/dev/shm")
 COSTLY = HERE / "costly.txt"
-BUDGET_S = 460.0
-"""Seconds of CPU time of all tests of `make test`. The start of the processes takes 60 more; two cores have 600 in the
-five minutes that `make test` may take."""
-CPU_S = "cpu_s"
-"""The property of a test, in pytest's XML report, that `tests/cpu_time.py` adds."""
+BUDGET_S = 1640.0
+"""Seconds of all tests of `make test`, added up over six processes on two cores: 4.5 minutes each. Their start takes
+the rest of the five minutes that `make test` may take."""
 LIBRARIES = ("peft", "pytorch_lightning", "monai", "datasets")
 """Their import takes seconds of each process."""
 ROOM_BYTES = 4 << 30
@@ -73,14 +70,13 @@ def _file_of(classname: str) -> str | None:
 
 
 def by_test(reports: list[Path]) -> dict[str, float]:
-    """Seconds of CPU time by test, of XML reports of pytest with `tests.cpu_time`."""
+    """Seconds by test, of pytest's XML reports."""
     seconds: dict[str, float] = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             file = _file_of(case.get("classname", ""))
-            used = case.find(f"properties/property[@name='{CPU_S}']")
-            if file is not None and used is not None:
-                seconds[f"{file}::{case.get('name')}"] = float(used.get("value", 0))
+            if file is not None:
+                seconds[f"{file}::{case.get('name')}"] = float(case.get("time", 0))
     return seconds
 
 
@@ -154,8 +150,6 @@ def run() -> int:
     arguments = [one for one in sys.argv[1:] if one != "--record"]
     chosen = [one for one in arguments if Path(one.partition("::")[0]).exists()]
     options = [one for one in arguments if one not in chosen]
-    if "--record" in sys.argv:
-        options += ["-p", "tests.cpu_time"]
     files = files_of([Path(one) for one in chosen] or [root.relative_to(HERE.parent) for root in roots()])
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
     dealt = shards(groups(files), seconds, _PER_CORE * len(os.sched_getaffinity(0)))

@@ -206,15 +206,11 @@ class Background:
             if mark:
                 self.launches.setdefault(id(mark), Launch(mark, item.module))
 
-    def start(self, apart=True):
-        """Fork the process. A new process would have to import all modules again, because marks hold functions.
-
-        Args:
-            apart: False: there is no such process, and each test runs its own commands.
-        """
+    def start(self):
+        """Fork the process. A new process would have to import all modules again, because marks hold functions."""
         for launch in self.launches.values():
             launch.prepare()
-        if self.launches and apart:
+        if self.launches:
             with warnings.catch_warnings():
                 # Newer Pythons warn about a fork where there are threads. The process takes no lock of a thread.
                 warnings.simplefilter("ignore", DeprecationWarning)

@@ -39,9 +39,9 @@ def test_a_file_of_the_contract_keeps_each_function():
 
 def test_a_report_says_the_seconds_of_each_test_and_each_file_has_a_sum(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    case = '<testcase classname="tests.test_locks{}" name="{}"><properties><property name="cpu_s" value="{}"/>'
+    case = '<testcase classname="tests.test_locks{}" name="{}" time="{}"/>'
     cases = [case.format("", "one[a]", 1.5), case.format(".TestLocks", "two", 0.25)]
-    (tmp_path / "1.xml").write_text(f"<tests>{'</properties></testcase>'.join([*cases, ''])}</tests>")
+    (tmp_path / "1.xml").write_text(f"<tests>{''.join(cases)}</tests>")
     seconds = in_shards.by_test([tmp_path / "1.xml"])
     assert seconds == {"tests/test_locks.py::one[a]": 1.5, "tests/test_locks.py::two": 0.25}
     assert in_shards.by_file(seconds, ["tests/test_locks.py", "t.py"]) == {"t.py": 0.0, "tests/test_locks.py": 1.8}
@@ -67,7 +67,7 @@ TOO_LONG = (
 
 
 def test_all_tests_fit_into_the_time_of_make_test():
-    """Whoever adds tests pays for them: tests/durations.json has seconds of CPU time of what `make test` runs."""
+    """Whoever adds tests pays for them: tests/durations.json has the seconds of what `make test` runs."""
     seconds = json.loads(in_shards.DURATIONS.read_text())
     files = [str(Path(file).relative_to(ROOT)) for file in in_shards.files_of(in_shards.roots())]
     missing, gone = sorted(set(files) - seconds.keys()), sorted(seconds.keys() - set(files))
