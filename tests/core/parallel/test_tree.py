@@ -77,11 +77,15 @@ def sums_of_steps(kind):
     """How often the ranks summed in each step but the first, and nobody else in the step."""
     from lockstep.core import build
 
-    counts, real_sum, real_step = [], World.all_sum, build.train_step
+    counts, real_step = [], build.train_step
+    real_sums = World.all_sum, World.all_sum_later
 
-    def counting_sum(self, values):
-        counts[-1:] = [counts[-1] + 1] if counts else []
-        return real_sum(self, values)
+    def counting(real_sum):
+        def counted(self, values):
+            counts[-1:] = [counts[-1] + 1] if counts else []
+            return real_sum(self, values)
+
+        return counted
 
     def counting_step(*arguments, **options):
         counts.append(0)
@@ -91,12 +95,14 @@ def sums_of_steps(kind):
         return result
 
     steps = []
-    World.all_sum, build.train_step = counting_sum, counting_step
+    World.all_sum, World.all_sum_later = map(counting, real_sums)
+    build.train_step = counting_step
     try:
         task = Weighted() if kind == "weighted" else own_tasks.Plain()
         runs.fit(task, runs.config(train={"steps": 5}))
     finally:
-        World.all_sum, build.train_step = real_sum, real_step
+        World.all_sum, World.all_sum_later = real_sums
+        build.train_step = real_step
     return steps[1:]
 
 
