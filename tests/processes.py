@@ -234,8 +234,8 @@ class Background:
                 if not (other.folder / "begun").exists():
                     other.run()
                     break
-            ended = self.process and not self.process.is_alive() and not (launch.folder / "done").exists()
-            assert not ended, "the process that runs the commands has ended"
+            alive = self.process.is_alive() or (launch.folder / "done").exists()
+            assert alive, "the process that runs the commands has ended"
             time.sleep(0.05)
         launch.done = pickle.loads((launch.folder / "done").read_bytes())
         assert not isinstance(launch.done, str), launch.done

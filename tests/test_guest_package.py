@@ -42,7 +42,7 @@ def test_a_distribution_adds_a_task_a_recipe_a_command_and_a_part(tmp_path):
         ["recipes"],
         ["train", "waves", "task.widht=3"],
         ["config", "waves"],
-        ["train", "waves", "task.width=16", "train.epochs=20", "log.writers=[json_lines]", "log.pictures=0"],
+        ["train", "waves", "task.width=16", "train.epochs=20"],
     )
     done = subprocess.run(
         [sys.executable, "-c", IN_TURN, json.dumps(commands)],

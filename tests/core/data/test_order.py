@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.core.data.order import EvaluationPlan, StepPlan, derive_seed, derive_seeds, group, permute, split_for_rank
 
-FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=20)
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=30)
 GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
 
 

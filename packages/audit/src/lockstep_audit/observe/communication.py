@@ -134,7 +134,7 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
             if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
                 means.summed.put(reduction.tensor, at)
             if before is not None:
-                means.exchanged([reduction.tensor], before, at=at, ranks=torch_state.ranks_of(group))
+                means.summed_counts(reduction.tensor, before, at=at, ranks=torch_state.ranks_of(group))
             if before is not None and result is None:
                 recorder.guard("running counts", gathered_evaluation.summed, reduction.tensor, before, at)
 
@@ -149,7 +149,7 @@ def _note_counts(values: Sequence[Any], at: list[str | int] | None, group: dist.
         results = list(results.view(-1, *own.shape)) if isinstance(results, torch.Tensor) else results
     elif type(own) not in (int, float):
         return
-    means.exchanged(results, own, at=at, ranks=torch_state.ranks_of(group))
+    means.gathered_counts(results, own, at=at, ranks=torch_state.ranks_of(group))
 
 
 def _root(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:

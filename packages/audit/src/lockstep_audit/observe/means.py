@@ -17,16 +17,7 @@ LOSSES = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
 SCORES = (
-    *(
-        "f1_score",
-        "fbeta_score",
-        "precision_score",
-        "recall_score",
-        "precision",
-        "recall",
-        "jaccard_score",
-        "jaccard_index",
-    ),
+    *("f1_score", "fbeta_score", "precision_score", "recall_score", "precision", "recall", "jaccard_score"),
     *("roc_auc_score", "auroc", "average_precision_score", "average_precision", "auprc", "balanced_accuracy_score"),
     *("r2_score", "explained_variance_score", "explained_variance", "root_mean_squared_error", "median_absolute_error"),
     *("jaccard_index", "matthews_corrcoef", "cohen_kappa_score", "cohen_kappa", "pearson_corrcoef"),
@@ -175,6 +166,8 @@ def mean_of_quotients(tensor: Any, *arguments: Any, **named: Any) -> After:
     """A mean over classes of quotients, perhaps without some classes."""
     if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.ndim != 1 or arguments or named:
         return None
+    if tensor.device.type != "cpu":
+        return None
     own = {repr(each) for each in tensor.tolist()} if _quotients and 1 < tensor.numel() <= _MOST else set()
     found = [by for values, by in reversed(_quotients) if own and own <= set(map(repr, values))]
     return (lambda result, error: _ratios.append((result, found[0])) if error is None else None) if found else None
@@ -214,19 +207,24 @@ def divided_at(by: float | None) -> list[str | int] | None:
     return next((at for other, at in reversed(_divisions) if float(other) == by), None)
 
 
-_sums: deque[tuple[int, list[tuple[Any, int]], Any, dict[str, Any]]] = deque(maxlen=16)
-"""Counts that ranks summed or gathered: the step, the results and their versions, the counts of the rank, and where and
-with whom."""
+_sums: deque[tuple[int, list[Any], int | None, Any, dict[str, Any]]] = deque(maxlen=16)
+"""Counts that ranks summed or gathered: the step, the results, the version of a sum, the counts of the rank, and where
+and with whom."""
 
 
-def exchanged(results: list[Any], own: Any, **told: Any) -> None:
-    """A sum over ranks of numbers that are not negative, or a gather of numbers from each. Results may come later."""
-    _sums.append((recorder.counts.optimizer_steps, [(each, _version(each)) for each in results], own, told))
+def summed_counts(result: torch.Tensor, own: Any, **told: Any) -> None:
+    """A sum over ranks of numbers that are not negative. `n /= world` afterwards leaves a mean: another version."""
+    _sums.append((recorder.counts.optimizer_steps, [result], _version(result), own, told))
 
 
-def _version(value: Any) -> int:
-    """How often a tensor was written in place. `n /= world` after a sum leaves a mean."""
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+def gathered_counts(results: list[Any], own: Any, **told: Any) -> None:
+    """A gather of numbers from each rank, which begins now: it fills `results` later."""
+    _sums.append((recorder.counts.optimizer_steps, results, None, own, told))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_summed() -> bool:
@@ -236,9 +234,9 @@ def has_summed() -> bool:
 
 def summed_to(divisor: float) -> dict[str, Any] | None:
     """The sum over ranks since the last step that a loss is divided by, if this rank contributed only a part of it."""
-    for step, results, own, told in reversed(_sums):
-        if step == recorder.counts.optimizer_steps and all(_version(each) == version for each, version in results):
-            total = torch.stack([torch.as_tensor(each).detach().flatten() for each, _ in results]).sum(0)
+    for step, results, version, own, told in reversed(_sums):
+        if step == recorder.counts.optimizer_steps and version in (None, _version(torch.as_tensor(results[0]))):
+            total = torch.stack([torch.as_tensor(each).detach().flatten() for each in results]).sum(0)
             is_it = total == torch.tensor(divisor).to(total.dtype)
             if bool((is_it & (torch.as_tensor(own).flatten() < total)).any()):
                 return dict(told)

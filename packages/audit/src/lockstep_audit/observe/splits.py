@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import FrameType
 from typing import Any
 
 from lockstep_audit.observe import digests, places, samplers
 from lockstep_audit.observe.recorder import After, recorder
 
-_COMPARED = 1000
+_COMPARED, _EACH_LINE = 1000, 20
+_ordered: Counter[str] = Counter()
+"""How often each line has drawn an order."""
 
 
 def splitted(*_: Any, **__: Any) -> After:
@@ -29,12 +32,19 @@ def ordered(given: Any = None, *_: Any, **__: Any) -> After:
     if not places.is_by_user(sys._getframe(3)):
         return None
     at = places.here()
+    if _ordered[str(at)] >= _EACH_LINE:  # a training step may draw orders, too
+        return None
+    _ordered[str(at)] += 1
 
     def after(result: Any, error: BaseException | None) -> None:
         order = given if result is None else result
-        if error is None and getattr(order, "ndim", 1) == 1 and hasattr(order, "__len__"):
-            digest = digests.of_numbers(map(str, order[:_COMPARED]))
-            recorder.emit("order", limit=20, at=at, length=len(order), digest=digest)
+        on_device = getattr(getattr(order, "device", None), "type", "cpu") != "cpu"
+        if error is None and not on_device and getattr(order, "ndim", 1) == 1 and hasattr(order, "__len__"):
+            first = order[:_COMPARED]
+            first = first.tolist() if hasattr(first, "tolist") else first
+            if all(isinstance(each, (int, float, str)) for each in first):
+                digest = digests.of_numbers(map(str, first))
+                recorder.emit("order", at=at, length=len(order), digest=digest)
 
     return after
 
