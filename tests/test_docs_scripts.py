@@ -34,9 +34,7 @@ SMALLER = {
     "train.steps=1000": "train.steps=3",
     "data.workers=8": "data.workers=2",
     'train.unfreeze=[{epoch: 5, match: ["backbone.*"]}]': 'train.unfreeze=[{epoch: 1, match: ["encoder.*"]}]',
-    'train.unfreeze=[{epoch: 1, match: ["backbone.network.*layer*.1[01].*"]}]': (
-        'train.unfreeze=[{epoch: 1, match: ["backbone.network.*layer*.1.*"]}]'
-    ),
+    "train.unfreeze={0: head, 1: last 2, 2: last 4, 3: all}": "train.unfreeze={0: head, 1: last 1, 2: all}",
 }
 """What is too large for the small data and models."""
 TOGETHER = {

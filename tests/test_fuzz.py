@@ -57,7 +57,7 @@ def test_a_case_on_one_rank_is_plain_torch(part, seed):
 @examples(1, LONG // 5 // ON_RANKS)
 def test_cases_on_ranks_are_plain_torch(world, part, seed):
     maker = maker_of(seed, part)
-    fuzz_runs.check("plain", [maker.case(world) for _ in range(ON_RANKS if LONG else ON_RANKS // 4)])
+    fuzz_runs.check("plain", [maker.case(world) for _ in range(ON_RANKS if LONG else ON_RANKS // 2)])
 
 
 @pytest.mark.exhaustive  # as the next test on ranks

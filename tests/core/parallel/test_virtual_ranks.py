@@ -202,11 +202,7 @@ CASES = {
         {"dtype": torch.float32},
         {"parallel": {"find_unused_parameters": True}},
     ),
-    "dropout and statistics": (
-        Kind(HERE, "Images"),
-        {},
-        {"batch": {"micro": 3}, "data": {"drop_last": True}, "train": {"steps": 10}},
-    ),
+    "dropout and statistics": (Kind(HERE, "Images"), {}, {"batch": {"micro": 3}, "data": {"drop_last": True}}),
     "bf16": (
         Kind(HERE, "Images"),
         {},
@@ -218,11 +214,7 @@ CASES = {
         {"precision": "fp16", "optim": {"lr": 9.0}},
     ),
     "loss over the global batch": (Kind("tests.pair_tasks", "Pairs"), {"dropout": 0.2}, {"batch": {"micro": 3}}),
-    "blocks, loss over the global batch": (
-        Kind(HERE, "DeepPairs"),
-        {},
-        {"batch": {"micro": 3}, "train": {"steps": 6}},
-    ),
+    "blocks, loss over the global batch": (Kind(HERE, "DeepPairs"), {}, {"batch": {"micro": 3}}),
     "players": (Kind("tests.player_tasks", "Adversaries"), {}, {"batch": {"micro": 2}}),
     "unreadable samples": (Kind(OWN, "FromFiles"), {"broken": [3, 4, 20]}, {"data": {"on_error": "skip"}}),
     "weighted sampling": (Kind("tests.sampling_cases", "Sampled"), {"sample_weights": WEIGHTS}, {}),
