@@ -53,7 +53,8 @@ class Place:
     def free(self):
         """Give back all memory that nothing uses."""
         gc.collect()
-        self.adapter.empty_cache()
+        if self.kind != "cpu":
+            self.adapter.module.empty_cache()
 
     @contextlib.contextmanager
     def reads(self):

@@ -429,3 +429,9 @@ def test_the_memory_before_and_after_an_evaluation(monkeypatch):
     figures = memory.highest_of("evaluation")
     names = ("memory/before_evaluation_mb", "memory/after_evaluation_mb", "memory/evaluation_mb")
     assert [figures[name] for name in names] == [30, 35, 40]
+
+
+def test_lines_leave_out_the_ends_of_intervals_and_no_other_results():
+    entry = {"step": 5, "epoch": 1, "eval/auc": 0.5, "eval/auc_low": 0.4, "eval/auc_high": 0.6}
+    entry |= {"eval/recall": 0.2, "eval/recall_high": 0.1}  # a result, because there is no recall_low
+    assert entry_line(entry, 10) == "step 5/10  epoch 1.00  eval/auc 0.5  eval/recall 0.2  eval/recall_high 0.1"

@@ -82,6 +82,7 @@ def test_what_rests_must_not_change_unless_torch_writes_it():
     ("checked", "passed", "says"),
     [
         (None, [], "No earlier check had passed"),
+        (None, [5, 10], "No earlier check counts: the fault may be older"),
         (49, [], "The last check that counts is of an earlier start: it saw the state after step 49"),
         (
             49,

@@ -147,9 +147,8 @@ class Task(abc.ABC):
     def collate(self, samples: list[Any]) -> Batch:
         """Turn a list of prepared samples into a batch."""
         if set(map(type, samples)) == {tuple} and len(set(map(len, samples))) == 1:
-            return [
-                default_collate(list(column)) for column in zip(*samples, strict=True)
-            ]  # as torch does it, only quicker
+            # As torch does it, without a generator for each sample.
+            return [default_collate(list(column)) for column in zip(*samples, strict=True)]
         return default_collate(samples)
 
     @default

@@ -89,9 +89,7 @@ class Unfreezing:
     def _end(self, blocks: Sequence[str], last: int | None) -> list[str]:
         """The parameters of the last blocks and of everything after them. `last` is None: those of the head."""
         if len(blocks) < (last or 1):
-            remedy = (
-                "use fewer, or patterns over names of parameters, or set parallel.shard_modules to patterns of blocks"
-            )
+            remedy = "name fewer blocks, use patterns of parameter names, or name the blocks in parallel.shard_modules"
             what = f"last {last}" if last else "head"
             found = f"the model has {number_of(len(blocks), 'repeated block')}"
             raise UsageError(f"{found}, so there is no {what!r}", where="train.unfreeze", remedy=remedy)

@@ -28,8 +28,7 @@ def parts(run: Run) -> list[BuiltInPart]:
         found.append(RankTimes())
     has_lines = config.train.steps is None and plan.steps_per_epoch > 1
     if has_lines or state.unfreezing is not None:
-        header, is_long = partial(_epoch_header, run.task, plan), plan.steps_per_epoch >= log.every_steps
-        found.append(EpochLines(plan, run.intervals, header, has_lines=has_lines, shows_starts=is_long))
+        found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task, plan), has_lines=has_lines))
     return found
 
 

@@ -64,9 +64,11 @@ def shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
 
 
 def is_end_of_interval(name: str, entry: Mapping[str, float]) -> bool:
-    """True for `eval/auc_low/QUESTION` and `eval/auc_high/QUESTION` next to `eval/auc/QUESTION`."""
-    middles = (name.replace(end, "", 1) for end in ("_low", "_high") if end in name)
-    return any(middle in entry for middle in middles)
+    """True for `eval/auc_low/QUESTION` and `eval/auc_high/QUESTION`, if both and `eval/auc/QUESTION` are there."""
+    for end, other in (("_low", "_high"), ("_high", "_low")):
+        if end in name and {name.replace(end, "", 1), name.replace(end, other, 1)} <= entry.keys():
+            return True
+    return False
 
 
 def _family(name: str) -> str:

@@ -24,21 +24,12 @@ class EpochLines(BuiltInPart):
         intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
         header: the task's text on an epoch, counted from 0.
         has_lines: whether epochs have lines. Additional parameters always have.
-        shows_starts: whether each start of an epoch has a line. Otherwise only a start with another `header` than that
-            of the epoch before has one.
     """
 
     def __init__(
-        self,
-        plan: StepPlan,
-        intervals: Intervals,
-        header: Callable[[int], str],
-        *,
-        has_lines: bool = True,
-        shows_starts: bool = True,
+        self, plan: StepPlan, intervals: Intervals, header: Callable[[int], str], *, has_lines: bool = True
     ) -> None:
-        self.plan, self.intervals, self.header = plan, intervals, header
-        self.has_lines, self.shows_starts = has_lines, shows_starts
+        self.plan, self.intervals, self.header, self.has_lines = plan, intervals, header, has_lines
 
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -86,7 +77,8 @@ class EpochLines(BuiltInPart):
         if not self.has_lines or training.rank:
             return
         header = self.header(epoch)
-        if self.shows_starts or header != (self.header(epoch - 1) if epoch else ""):
+        is_long = per_epoch >= self.intervals.log  # the start of a short epoch has a line only if it has news
+        if is_long or header != (self.header(epoch - 1) if epoch else ""):
             first = epoch * per_epoch
             verb = "starts" if done == first else f"resumes after step {done}"
             rate = f"learning rate {_rate(training.state, done):.4g}"
@@ -145,4 +137,5 @@ def _new_parameters(state: TrainState, done: int) -> str:
 
 def _rate(state: TrainState, done: int) -> float:
     """The learning rate of the update after `done` steps, of the first parameter group."""
-    return float(state.optimizer.param_groups[0]["base_lr"]) * state.schedule(done - state.skipped)
+    updates = max(0, done - state.skipped)  # the step itself may have been skipped
+    return float(state.optimizer.param_groups[0]["base_lr"]) * state.schedule(updates)

@@ -61,10 +61,9 @@ def write(folder: Path, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping
         stack.enter_context(contextlib.redirect_stdout(printed))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about branches that a trace does not follow
+        # torch reads all attributes. Some models of transformers warn when they are read.
         stack.callback(logging.disable, logging.root.manager.disable)
-        logging.disable(
-            logging.WARNING
-        )  # torch reads all attributes; some of transformers' models warn when they are read
+        logging.disable(logging.WARNING)
         writer = SummaryWriter(str(folder))
         stack.callback(writer.close)
         try:

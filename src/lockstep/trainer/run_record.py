@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lockstep.configs import config_file
-from lockstep.core import atomic, run_folder
+from lockstep.core import atomic, optimizer_class, run_folder
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import manifest
 from lockstep.core.config.sections import RunConfig, config_digest
@@ -134,9 +134,8 @@ def changed_kind(folder: Path, world: World) -> list[str]:
 
 def changed_kernel(folder: Path, config: RunConfig, optimizer: Optimizer) -> list[str]:
     """A note if the run was begun when Adam's fused kernel was not yet the default on a CPU."""
-    is_fused = config.optim.fused is None and any(group.get("fused") for group in optimizer.param_groups)
-    on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
-    if not is_fused or not on_cpu or "fuses_adam" in run_folder.recorded(folder):
+    is_new = config.optim.fused is None and bool(optimizer_class.fused_on_cpu(optimizer))
+    if not is_new or "fuses_adam" in run_folder.recorded(folder):
         return []
     what = "this run was begun without the fused kernel that is now the default of Adam on a CPU: its bits may differ"
     return [f"note: {what} from here on. optim.fused=false keeps them"]

@@ -54,9 +54,10 @@ def test_a_result_that_a_part_leaves_without_a_value_has_no_verdict():
 
 def test_ends_of_intervals_are_no_results():
     pair = [of_values(np.arange(10.0) + shift) for shift in (0, 1)]
-    results = ["eval/own_low", "eval/auc", "eval/auc/lung"]
+    results = ["eval/own_low", "eval/recall", "eval/recall_high", "eval/auc", "eval/auc/lung"]  # recall has no interval
+    ends = ["eval/auc_low", "eval/auc_high", "eval/auc_low/lung", "eval/auc_high/lung"]
     for one in pair:
-        for name in [*results, "eval/auc_low", "eval/auc_high/lung"]:
+        for name in [*results, *ends]:
             one.full[name], one.without[name] = one.full[NAME], one.without[NAME]
     assert [one.name for one in differences(pair[:1], pair[1:])] == [NAME, *results]
 

@@ -86,9 +86,6 @@ class Accelerator(Device):
         free, size = ask(self.device)
         return int(free), int(size)
 
-    def empty_cache(self) -> None:
-        self.module.empty_cache()
-
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 

@@ -177,9 +177,6 @@ class Device:
         """Other processes that hold memory of it, as far as the driver names them."""
         return []
 
-    def empty_cache(self) -> None:
-        """Give memory that torch keeps but does not use back to the device."""
-
     @staticmethod
     def is_shortage(error: BaseException) -> bool:
         """True if an error says that the memory of a device was not sufficient.

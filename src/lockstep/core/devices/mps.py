@@ -47,6 +47,3 @@ class Mps(Device):
 
     def synchronize(self) -> None:
         torch.mps.synchronize()
-
-    def empty_cache(self) -> None:
-        torch.mps.empty_cache()

@@ -50,12 +50,16 @@ def local(tensor: Any) -> Tensor:
 
 
 def rows_by_rank(tensor: Any) -> list[int]:
-    """The rows that each rank of the group of shards holds, as `torch.chunk` deals them. Empty: it is not sharded."""
+    """The rows that each rank of a group of shards holds. Empty: the tensor is not sharded.
+
+    If a tensor group also splits the rows, each of its ranks has such a group for its part.
+    """
     if not is_spread(tensor):
         return []
-    names = list(tensor.device_mesh.mesh_dim_names)
-    ranks = tensor.device_mesh.shape[names.index("shard")]
-    return chunks(len(tensor), ranks)
+    mesh, rows = tensor.device_mesh, len(tensor)
+    for name, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True):
+        rows //= _place(mesh, name)[1] if name == "tensor" and _cut_of(placement) == 0 else 1
+    return chunks(rows, _place(mesh, "shard")[1])
 
 
 def chunks(rows: int, ranks: int) -> list[int]:
@@ -98,8 +102,8 @@ def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -
         of_dimension, parts = _place(mesh, name)
         replica, replicas = replica * parts + of_dimension, replicas * parts
     of_shard, parts = _place(mesh, "shard")
-    each = -(-rows // parts)  # as torch.chunk cuts
-    return LocalShard(local(tensor), start + min(of_shard * each, rows), shape, number % replicas == replica, columns)
+    start += sum(chunks(rows, parts)[:of_shard])
+    return LocalShard(local(tensor), start, shape, number % replicas == replica, columns)
 
 
 def _cut_of(placement: Any) -> int | None:
@@ -123,9 +127,9 @@ def whole_rows(shard: LocalShard, tensor: Any) -> LocalShard:
     place, ranks = _place(tensor.device_mesh, "tensor")
     parts = [torch.empty_like(shard.local) for _ in range(ranks)]
     dist.all_gather(parts, shard.local.contiguous(), group=tensor.device_mesh.get_group("tensor"))
-    each = -(-len(shard.local) // ranks)
-    begin = min(place * each, len(shard.local))
-    rows = torch.cat([part[begin : begin + each] for part in parts], dim=1)
+    counts = chunks(len(shard.local), ranks)
+    begin = sum(counts[:place])
+    rows = torch.cat([part[begin : begin + counts[place]] for part in parts], dim=1)
     # On the host at once: a GPU then holds the rows of one tensor at a time.
     return LocalShard(rows.cpu(), shard.start + begin, shard.shape, writer=True)
 

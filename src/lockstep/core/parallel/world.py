@@ -241,9 +241,8 @@ class World:
         if self.size == 1:
             return
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in sorted(
-            tensors, key=torch.Tensor.element_size, reverse=True
-        ):  # so each begins at a multiple of it
+        # The largest elements come first, so each tensor begins at a multiple of its element size.
+        for tensor in sorted(tensors, key=torch.Tensor.element_size, reverse=True):
             by_device.setdefault(tensor.device, []).append(tensor)
         for alike in by_device.values():
             flat = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in alike]  # gloo does not know every dtype

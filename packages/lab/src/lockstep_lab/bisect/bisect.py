@@ -114,9 +114,8 @@ def _trained(
 def _read(run: RecordedRun, out: Path, code: int) -> list[Trace]:
     """The traces of a run that has ended."""
     files = (out / f"rank{rank}.pickle" for rank in range(run.ranks))
-    traces: list[Trace] = [
-        pickle.loads(file.read_bytes()) for file in files if file.is_file()
-    ]  # written by processes of this command
+    # Processes of this command have written the files.
+    traces: list[Trace] = [pickle.loads(file.read_bytes()) for file in files if file.is_file()]
     if len(traces) == run.ranks and traces[0].steps:
         return traces
     error = next((trace.error for trace in traces if trace.error), "")

@@ -41,10 +41,10 @@ class ResultRecorder(TorchFunctionMode):
         self.found: list[_Result] = []
 
     def add(self, name: str, tensors: Sequence[Tensor], place: str, *, shifts: bool = False) -> None:
-        floating = [tensor for tensor in tensors if tensor.is_floating_point() or not tensor.ndim]
-        if floating and len(self.found) < _MOST:
-            kept = [tensor.detach().clone() for tensor in floating]
-            self.found.append(_Result(name, place, kept, shifts, any(tensor.requires_grad for tensor in floating)))
+        real = [one for one in tensors if one.is_floating_point() or not (one.ndim or one.is_complex())]
+        if real and len(self.found) < _MOST:
+            kept = [tensor.detach().clone() for tensor in real]
+            self.found.append(_Result(name, place, kept, shifts, any(tensor.requires_grad for tensor in real)))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

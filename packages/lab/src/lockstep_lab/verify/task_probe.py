@@ -33,7 +33,7 @@ from lockstep_lab.verify.comparable_task import (
 from lockstep_lab.verify.coupling import COUPLED, Coupling, find_coupling, halved
 from lockstep_lab.verify.derivative import wrong_derivative
 from lockstep_lab.verify.reference import data
-from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference
+from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference, unchanged_buffers
 from lockstep_lab.verify.step_operations import pretended_ranks
 from lockstep_lab.verify.zero_outputs import other_units
 
@@ -312,7 +312,7 @@ def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int
 def _find_draws(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
     """Find what draws random numbers, set all dropout probabilities to zero, and find out who sees later tokens."""
     loss, training = loss_of_batch(task), model.training
-    with contextlib.suppress(Exception), torch.no_grad():
+    with contextlib.suppress(Exception), torch.no_grad(), unchanged_buffers(model):
         calls = {"Task.loss": loss, "Task.predict": task.predict}
         probe.changes_batch = next((name for name, call in calls.items() if _changes(call, model.eval(), batch)), "")
     model.train(training)

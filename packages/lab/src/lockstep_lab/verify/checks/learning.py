@@ -58,9 +58,8 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
                 **more,
             )
         return fault(f"the loss does not fall: {path}; check the gradients, the labels and optim.lr", **more)
-    if highest - first > abs(first) and not _are_calm(
-        by_epoch, statistics.median(curve[: recording.steps_per_epoch or 1])
-    ):
+    usual = statistics.median(curve[: recording.steps_per_epoch or 1])
+    if highest - first > abs(first) and not _are_calm(by_epoch, usual):
         return fault(
             f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; "
             "lower optim.lr or set optim.clip_norm",
@@ -94,9 +93,12 @@ def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float
 
 
 def _are_calm(means: Sequence[float], first: float) -> bool:
-    """True if the epochs' mean losses never double, and end below the median of the steps of the first.
+    """True if the epochs' mean losses never double, and end below `first`.
 
     Single steps may still be far apart: some have few samples, or units of a head that most steps lack.
+
+    Args:
+        first: the median loss of the steps of the first epoch.
     """
     enough = len(means) >= _FEWEST_EPOCHS and 0 < means[0] <= 5 * first
     return enough and max(means) <= 2 * means[0] and means[-1] < first

@@ -234,11 +234,12 @@ def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
     """The columns with class numbers of a Parquet file that `datasets` wrote, with the names of the classes."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):  # another program's file
         return {}
     found = {}
-    for column, kind in features.items():
-        kind = kind[0] if isinstance(kind, list) else kind.get("feature", kind)  # a list of class numbers
+    for column, kind in features.items() if isinstance(features, Mapping) else ():
+        kind = next(iter(kind), None) if isinstance(kind, list) else kind  # a list of class numbers
+        kind = kind.get("feature", kind) if isinstance(kind, Mapping) else None
         if isinstance(kind, Mapping) and kind.get("_type") == "ClassLabel" and kind.get("names"):
             found[column] = [str(name) for name in kind["names"]]
     return found

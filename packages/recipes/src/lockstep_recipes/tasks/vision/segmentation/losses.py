@@ -91,12 +91,12 @@ def lovasz(logits: Tensor, masks: Tensor) -> Tensor:
     occurs = torch.zeros(len(masks), classes + 1, dtype=torch.bool, device=masks.device).scatter_(1, numbers, True)
     total = logits.sum() * 0  # a scalar with a gradient, even if no pixel is valid
     found = occurs[:, :classes].tolist()  # the only wait of the host for the device
-    for picture, mask, counts, of_image in zip(logits.flatten(2), masks.flatten(1), valid, found, strict=True):
+    for picture, mask, used, of_image in zip(logits.flatten(2), masks.flatten(1), valid, found, strict=True):
         shares = picture.softmax(dim=0)
         for number in (number for number in range(classes) if of_image[number]):
             truth = (mask == number).to(shares.dtype)
             # Ignored pixels come last, with an error of 0: they change neither the sum nor the gradient.
-            errors, order = torch.where(counts, (truth - shares[number]).abs(), 0).sort(descending=True, stable=True)
+            errors, order = torch.where(used, (truth - shares[number]).abs(), 0).sort(descending=True, stable=True)
             total = total + torch.dot(errors, _lovasz_gradient(truth[order])) / sum(of_image)
     return total
 
