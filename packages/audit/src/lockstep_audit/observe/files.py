@@ -58,11 +58,16 @@ def loaded(how: str, source: Any = None, *_: Any, **named: Any) -> After:
     return after
 
 
+_reads = [0, 0]
+"""DCP's loads that have begun, and those that have ended."""
+
+
 def loaded_in_place(state: Any, *_: Any, **named: Any) -> After:
-    """DCP's load."""
+    """DCP's load, which writes into the tensors of a state that was taken before."""
     if path := _path(named.get("checkpoint_id")):
         recorder.emit("load", limit=_EACH_LINE, at=places.here(), path=path, keys=_keys(state), how="dcp")
-    return None
+    _reads[0] += 1
+    return lambda result, error: _reads.__setitem__(1, _reads[1] + 1)
 
 
 def renamed(old: Any, new: Any, *_: Any, **__: Any) -> After:
@@ -95,8 +100,9 @@ def _keys(value: Any) -> list[str] | None:
     return [str(key) for key in list(value)[:_KEYS]] if isinstance(value, Mapping) else None
 
 
-_taken: Registry[tuple[list[str | int] | None, tuple[int, int]]] = Registry()
-"""By the first tensor of a state_dict(): where it was taken, and after how many optimizer steps and loads."""
+_taken: Registry[tuple[list[str | int] | None, tuple[int, int], int]] = Registry()
+"""By the first tensor of a state_dict(): where it was taken, and after how many optimizer steps, loads, and loads by DCP.
+"""
 _loads: Registry[int] = Registry()
 """By the first parameter of a module: how often other tensors were loaded into it."""
 
@@ -106,7 +112,7 @@ def taken(module: Any, *arguments: Any, **named: Any) -> After:
     first = None if arguments or "destination" in named else next(module.parameters(), None)
     if first is None:
         return None
-    known = (places.here(), (recorder.counts.optimizer_steps, _loads.get(first) or 0))
+    known = (places.here(), (recorder.counts.optimizer_steps, _loads.get(first) or 0), _reads[0])
 
     def after(result: Any, error: BaseException | None) -> None:
         tensor = next(digests.tensors_in(result, 1), None)
@@ -128,7 +134,9 @@ def _taken_at(module: Any, state: Any = None) -> list[Any] | None:
     if not all(name in state and digests.local(each).data_ptr() in memory for name, each in parameters.items()):
         _loads.put(first, loads + 1)
         return None
-    return [known[0], steps - known[1][0]] if known and known[1] != (steps, loads) else None
+    if known is None or known[1] == (steps, loads) or not known[2] == _reads[0] == _reads[1]:  # DCP has filled it
+        return None
+    return [known[0], steps - known[1][0]]
 
 
 def restored(what: str, thing: Any, *arguments: Any, **named: Any) -> After:
