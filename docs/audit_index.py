@@ -37,14 +37,14 @@ enough.
 ```
 train.py:10: error[LS101]: several ranks train on the same samples
     loader = DataLoader(dataset, batch_size=4, shuffle=True)
-  seen: in epoch 0 of this loader, the first 64 indices are equal (52, 50, 31, 53, 16 and 59 more) ...
+  seen: in epoch 0 of this loader, the first 64 indices are equal (20, 3, 29, 25, 59 and 59 more) ...
   cause: no DistributedSampler: the RandomSampler draws the same order on every rank, because seeds are equal
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see lockstep-audit --explain LS101
 
 seen: 2 ranks, 16 steps, 1 loader, 0 evaluations, DDP with 4 parameters
-not judged: evaluation (none was seen), saving (no file was written), resuming (--previous)
-lockstep-audit: 1 error, 0 warnings; 19 rules checked, 58 not exercised (-v shows why), 0 findings switched off
+not judged: the order of epochs (fewer than two), evaluation (none was seen), saving (no file was written), ...
+lockstep-audit: 1 error, 0 warnings; 18 rules checked, 61 not exercised (-v shows why), 0 findings switched off
 ```
 
 The report separates what was seen from its explanation: the cause is `unknown` if no rule can explain the finding. A
@@ -163,14 +163,14 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 ## Limits
 
 - **Coverage.** The audit finds a fault only if the run shows it. For example, ranks with different numbers of
-batches show only if the run reaches the end of an epoch.
+  batches show only if the run reaches the end of an epoch.
 - **Steps.** The audit examines the first 4 steps closely, and then each K-th step (`--every K`). It does not compare
-  parameters in the steps in between. With steps of 30 ms, observing costs 1 to 4 % of the time, and 10 % with
-  `--every 1` ([what it costs](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
+  parameters in the steps in between. With steps of 30 ms, observing costs 1 to 4 % of the time, and about 10 %
+  with `--every 1` ([what it costs](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Otherwise collect the files
   `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read DIR`.
 - **Notebooks** cannot be observed, and end with an error. Save the notebook as a script:
-`jupyter nbconvert --to script NOTEBOOK.ipynb`.
+  `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - **Missed faults.** Not every fault has a rule. The newest set has 32 faults, in scripts by four people who had not
   seen the rules. The audit named 21 of them, 18 at the right line, and missed 11, such as a best state that is kept
   without a copy ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
@@ -188,16 +188,16 @@ batches show only if the run reaches the end of an epoch.
     - warning LS403 if labels of -100 do not count in the mean (DPO);
     - warning LS307 if a training is cut short on purpose.
 - **A script's own objects** are not compared between ranks, except dictionaries that number words, and buffers of
-modules. So the audit does not notice if each rank normalizes its observations with a running mean in a plain tensor. In
-other objects, such as the states of environments, ranks rightly hold different numbers. The audit cannot distinguish
-the two.
+  modules. So the audit does not notice if each rank normalizes its observations with a running mean in a plain
+  tensor. In other objects, such as the states of environments, different numbers on each rank are correct. The
+  audit cannot distinguish the two.
 - **Lines.** If the cause of a finding is known, the finding shows the line of the cause: the line that created a
   sampler, a module or a copy, or that called `eval()`, `no_sync()` or a function that communicates between ranks. For
   some findings, the audit looks for the line in the source of the script. It may be an `if` or `break` at which ranks
-  take different ways, or a Python `set` over which the script iterates. Without the source, the finding has the line
-  at which the fault was noticed.
+  take different branches, or a Python `set` over which the script iterates. Without the source, the finding shows the
+  line at which the audit noticed the fault.
 - **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts only one process if it finds
-no GPU. Then add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
+  no GPU. Then add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
 - **Not tried**: FSDP of version 1, `torch.compile`, several nodes, GPUs and NCCL. Everything else on this page was
   tried on CPUs with gloo.
 """

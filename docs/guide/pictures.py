@@ -67,7 +67,7 @@ def ranks():
         picture.text(275, y + 23, f"process of rank {rank}", "text bold")
         picture.box(275, y + 35, 140, 65, kind, "the script,\nfrom its first line")
         picture.box(425, y + 35, 145, 65, kind, "its own copy\nof the weights")
-        picture.box(580, y + 35, 145, 65, kind, "its own part\nof the data")
+        picture.box(580, y + 35, 145, 65, kind, "its own shard\nof the data")
     picture.arrow(497, 160, 497, 140)
     picture.arrow(497, 140, 497, 160)
     picture.text(510, 155, "messages: broadcast, all_reduce", "small")
@@ -78,9 +78,9 @@ def ranks():
 
 def step():
     picture = Picture(
-        760, 290, "A data-parallel step: exclusive parts, the same weights, summed gradients, the same update"
+        760, 290, "A data-parallel step: exclusive shards, the same weights, summed gradients, the same update"
     )
-    for x, name in ((20, "part of the batch"), (170, "forward"), (300, "backward"), (600, "update")):
+    for x, name in ((20, "shard of the batch"), (170, "forward"), (300, "backward"), (600, "update")):
         picture.text(x + 5, 35, name, "small")
     for rank, kind in enumerate("ab"):
         y = 55 + 115 * rank
@@ -94,7 +94,7 @@ def step():
         picture.arrow(560, y + 40, 597, y + 40)
     picture.box(440, 55, 120, 195, "d", "all_reduce:\ng = the sum of\nboth gradients\n\non both ranks")
     picture.text(
-        20, 275, "Only gradients travel. Weights stay equal, because equal weights get equal updates.", "small"
+        20, 275, "Only gradients are sent. Weights stay equal, because equal weights get equal updates.", "small"
     )
     picture.save("step")
 
