@@ -17,7 +17,7 @@ class Flips(Part):
     """Changes a bit of a weight on the last rank, after a step."""
 
     def after_step(self, training):
-        if training.step == 8 and training.rank == training.ranks - 1:
+        if training.step == 12 and training.rank == training.ranks - 1:
             last = list(training.model.parameters())[-1]
             last.data.view(torch.int64)[0] ^= 1 << 40
 

@@ -37,8 +37,8 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
         else:
             parts.append(f"{_SHORT.get(name, name.removeprefix('train/'))} {_number(entry[name])}")
     if "memory/before_evaluation_mb" in entry:
-        names = ("memory/before_evaluation_mb", "memory/after_evaluation_mb", "memory/evaluation_mb")
-        parts.append("MB before {:,.0f} after {:,.0f} peak +{:,.0f}".format(*(entry[name] for name in names)))
+        before, after = (entry[f"memory/{when}_evaluation_mb"] for when in ("before", "after"))
+        parts.append(f"MB before {before:,.0f} after {after:,.0f} peak +{entry['memory/evaluation_mb']:,.0f}")
     return "  ".join(parts)
 
 
