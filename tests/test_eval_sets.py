@@ -106,7 +106,7 @@ def test_a_training_says_on_which_samples_it_is_evaluated_how_far_it_is_and_what
     assert log.count("note: evaluated on 5 of 12 samples of far, evenly spread (data.eval_limit)") == 1
     for samples in (2, 4):
         assert log.count(f"evaluating near: {samples} of 5 samples after ") == 2
-    assert len(re.findall(r"memory around this evaluation: [\d,]+ MiB before, [\d,]+ MiB after; ", log)) == 2
+    assert len(re.findall(r"  MB before [\d.]+ after [\d.]+ peak \+[\d.]+\n", log)) == 2
     entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluated = [entry for entry in entries if "eval/far/loss" in entry]
     assert [(entry["eval/far/samples"], entry["eval/far/of_samples"]) for entry in evaluated] == [(5, 12)] * 2

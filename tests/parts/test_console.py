@@ -152,10 +152,23 @@ print("trained on", file=sys.stderr)
 
 
 def test_results_of_many_questions_are_in_the_file_and_not_in_the_line():
-    entry = ENTRY | {f"eval/auc/{name}": 0.5 for name in "abcdefg"} | {f"eval/f1/{name}": 0.25 for name in "ab"}
-    line = entry_line(entry, 100)
-    assert "eval/auc" not in line
-    assert "eval/f1/a 0.25  eval/f1/b 0.25" in line
+    results = {f"eval/{metric}/{name}": 0.5 for metric in ("auc", "f1") for name in "abc"}
+    assert "eval/auc/a 0.5  eval/auc/b 0.5" in entry_line(ENTRY | results, 100)
+    results |= {"eval/f1": 0.5, "eval/f1/d": 0.5, "eval/loss/one": 0.25, "train/lr/head": 0.125}
+    assert entry_line(ENTRY | results, 100).endswith("  eval/f1 0.5  eval/loss/one 0.25  lr/head 0.125")
+
+
+def test_results_of_many_sets_are_all_in_the_line():
+    names = [f"eval/{data}/{result}" for data in ("near", "far") for result in ("loss", "mae", "mse", "samples")]
+    details = {f"eval/far/auc/{name}": 0.5 for name in "abcdefg"}
+    line = entry_line({"step": 5, "epoch": 1} | dict.fromkeys(names, 1) | details, 10)
+    assert line == "step 5/10  epoch 1.00  " + "  ".join(f"{name} 1" for name in names)
+
+
+def test_line_of_an_evaluation_has_the_memory_around_it():
+    memory = {"memory/before_evaluation_mb": 3000.4, "memory/after_evaluation_mb": 12.6, "memory/evaluation_mb": 0.2}
+    entry = {"step": 5, "epoch": 1, "eval/loss": 0.5} | memory
+    assert entry_line(entry, 10) == "step 5/10  epoch 1.00  eval/loss 0.5  MB before 3,000 after 13 peak +0"
 
 
 def test_speeds_stand_together_before_counters():

@@ -238,6 +238,13 @@ def test_short_epochs_have_one_line_with_both_results_and_the_rate(tmp_path):
     assert all(re.search(r": train loss .*; eval loss .*; learning rate 0\.01$", line) for line in lines)
 
 
+def test_epochs_of_a_single_step_have_a_line(tmp_path):
+    Trainer(settings_of_epochs(every=50, eval_every_epochs=2), run_dir=tmp_path, quiet=True).fit(own_tasks.Classes(24))
+    lines = epoch_lines(tmp_path)
+    assert [line.split(":")[0] for line in lines] == [f"epoch {number} of 3 ends" for number in (1, 2, 3)]
+    assert ["eval loss" in line for line in lines] == [False, True, True]
+
+
 def test_short_epochs_that_the_task_describes_have_a_line_at_their_start(tmp_path):
     Trainer(settings_of_epochs(every=50), run_dir=tmp_path, quiet=True).fit(Sized())
     assert len([line for line in epoch_lines(tmp_path) if "starts: " in line and "image size" in line]) == 3

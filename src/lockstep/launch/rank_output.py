@@ -1,4 +1,4 @@
-"""The stderr of ranks: the launcher passes it on, and keeps the last lines of each rank for its message."""
+"""The stderr of ranks: the launcher passes it on with the rank, and keeps the last lines of each for its message."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lockstep.core.parallel import heartbeat, launched
 _KEPT, _LONGEST_LINE = 100, 500
 _LATE_S = 0.2  # for the rest of the output of ended ranks: their children may hold the pipe open
 _PLACE = re.compile(r"block: \[[^]]*\], thread: \[[^]]*\]")
+_LINE = re.compile(rb"^(?!\[rank |\r?\n|\Z)", re.MULTILINE)  # the beginning of a line that does not name its rank
 _NOISE = re.compile(r"\s*(frame #\d+:|#\d+ 0x)")  # stacks of C++
 
 
@@ -49,10 +50,14 @@ class Tail:
 
 
 class RankOutput:
-    """Copies what the ranks of this machine write to stderr to the stderr of this process, from a thread."""
+    """Copies what the ranks of this machine write to stderr to the stderr of this process, from a thread.
+
+    Each line of a rank other than 0 begins with the rank: `[rank 1]`.
+    """
 
     def __init__(self) -> None:
         self.tails: dict[int, Tail] = {}
+        self._within_line: set[int] = set()  # ranks whose last line has not ended
         self._readers: dict[int, int] = {}  # rank by file descriptor
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="lockstep-rank-output", daemon=True)
@@ -88,12 +93,20 @@ class RankOutput:
                 if not content:
                     del left[reading]
                     continue
-                self.tails[self._readers[reading]].add(content.decode(errors="replace"))
+                rank = self._readers[reading]
+                self.tails[rank].add(content.decode(errors="replace"))
+                content = self._named(rank, content) if rank else content
                 with contextlib.suppress(OSError):  # nobody reads it: the terminal is gone
                     while content:
                         content = content[os.write(2, content) :]
         for reading in self._readers:
             os.close(reading)
+
+    def _named(self, rank: int, content: bytes) -> bytes:
+        """What a rank wrote, with the rank at the beginning of each line."""
+        line, end, rest = content.partition(b"\n") if rank in self._within_line else (b"", b"", content)
+        (self._within_line.discard if content.endswith(b"\n") else self._within_line.add)(rank)
+        return line + end + _LINE.sub(b"[rank %d] " % rank, rest)
 
 
 def _terminal() -> tuple[int, int]:

@@ -14,6 +14,7 @@ from lockstep.parts.epoch_lines import EpochLines
 from lockstep.parts.evaluation_arrays import ArraysOfEvaluations
 from lockstep.parts.figures import Memory, Operations, RankTimes
 from lockstep.parts.metric_arrays import MetricArrays
+from lockstep.parts.probe import Probe
 from lockstep.parts.run_pictures import RunPictures
 from lockstep.parts.write_guard import WriteGuard
 
@@ -26,10 +27,10 @@ def parts(run: Run) -> list[BuiltInPart]:
     found.append(Memory(evaluates=run.intervals.evaluate > 0, shows_tables=log.memory == "table"))
     if state.world.size > 1:
         found.append(RankTimes())
-    has_lines = config.train.steps is None and plan.steps_per_epoch > 1
+    has_lines = config.train.steps is None
     if has_lines or state.unfreezing is not None:
         found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task, plan), has_lines=has_lines))
-    return found
+    return [*found, *([Probe(log.probe_every_epochs)] if log.probe_every_epochs else [])]
 
 
 def viewers(run: Run) -> list[Viewer]:

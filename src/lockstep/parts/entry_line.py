@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm"]
 _FIRST += ["train/samples_per_s", "train/wait_share", "train/tflops_per_s"]
 _SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
-_MANY = 6  # the most results by class or question in the line
+_MANY = 6  # the most results by class or question in the line, of all metrics together
 _HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are still shown
 
 
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     """`step 100/690  epoch 4.35  loss 0.1234 ...`.
 
-    Zero counters are left out. So are memory (except its peak), the times of each rank, learning rates by depth, the
-    ends of intervals (`eval/auc_low`, `eval/auc_high`), and results such as `eval/auc/QUESTION` of more than 6
-    questions. metrics.jsonl has them.
+    Zero counters are left out. So are memory by purpose, the times of each rank, learning rates by depth, the ends of
+    intervals (`eval/auc_low`, `eval/auc_high`), and results by class or question, such as `eval/auc/QUESTION`, if there
+    are more than 6 of them. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
     all_names = list(entry)
@@ -36,6 +36,9 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
             parts.append(_speed(entry[name]))
         else:
             parts.append(f"{_SHORT.get(name, name.removeprefix('train/'))} {_number(entry[name])}")
+    if "memory/before_evaluation_mb" in entry:
+        before, after = (entry[f"memory/{when}_evaluation_mb"] for when in ("before", "after"))
+        parts.append(f"MB before {before:,.0f} after {after:,.0f} peak +{entry['memory/evaluation_mb']:,.0f}")
     return "  ".join(parts)
 
 
@@ -55,11 +58,12 @@ def results_text(results: Mapping[str, float]) -> str:
 
 def shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
     """The names without members of large families, ends of intervals, and zero counters."""
-    families = Counter(_family(name) for name in entry)
-    for name in names:
+    left = [name for name in names if not is_end_of_interval(name, entry)]
+    families = Counter(_family(name, entry) for name in left)
+    for name in left:
         is_zero = name.endswith(("/skipped", "/bad")) and not entry[name]
-        is_many = bool(_family(name)) and families[_family(name)] > _MANY
-        if not (is_zero or is_many or is_end_of_interval(name, entry)):
+        is_many = bool(_family(name, entry)) and families[_family(name, entry)] > _MANY
+        if not (is_zero or is_many):
             yield name
 
 
@@ -71,10 +75,13 @@ def is_end_of_interval(name: str, entry: Mapping[str, float]) -> bool:
     return False
 
 
-def _family(name: str) -> str:
-    """`eval/auc` for `eval/auc/QUESTION`. Empty for names of two parts."""
-    parts = name.split("/", 2)
-    return "/".join(parts[:2]) if len(parts) == 3 else ""
+def _family(name: str, entry: Mapping[str, float]) -> str:
+    """The names that are left out together: losses by head, learning rates by group, and all other results by class or
+    question, such as `eval/auc/QUESTION`. Empty for other names, such as `eval/loss` and `eval/SET/loss`."""
+    family = name.rpartition("/")[0]
+    if "/" not in family or f"{family}/samples" in entry:
+        return ""
+    return family if family.endswith(("/loss", "/lr")) else "details"
 
 
 def _number(value: float) -> str:

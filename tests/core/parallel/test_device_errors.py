@@ -159,6 +159,24 @@ def test_stderr_of_ranks_stays_a_terminal(monkeypatch):
     assert output.tails[0].last(5) == ["one"]
 
 
+def test_lines_of_other_ranks_begin_with_the_rank(monkeypatch):
+    output, shown = rank_output.RankOutput(), []
+    for rank in (0, 12):
+        with output.writer(rank) as writer:
+            os.write(writer.fileno(), b"a warning\n\n[rank 12] an error\nhalf")
+    monkeypatch.setattr(os, "write", lambda descriptor, content: shown.append(content) or len(content))
+    output.start()
+    output.close()
+    assert shown == [
+        b"a warning\n\n[rank 12] an error\nhalf",
+        b"[rank 12] a warning\n\n[rank 12] an error\n[rank 12] half",
+    ]
+    assert output._named(12, b" a line") == b" a line"
+    assert output._named(12, b"\nmore\n") == b"\n[rank 12] more\n"
+    assert output._named(12, b"more\n") == b"[rank 12] more\n"
+    assert output.tails[12].last(1) == ["half"]
+
+
 # ---- one GPU for each rank
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import threading
 import time
@@ -81,6 +82,13 @@ def train(settings, folder, faults, by_rank=None, per_node=1):
         except LockstepError as error:
             return str(error)
     return None
+
+
+def own_lines(settings, folder):
+    """What this rank of a training that a different launcher has started writes to stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        assert train(settings, folder, [], per_node=2) is None
+    return shown.getvalue()
 
 
 def check(settings, folder, faults, per_node=1):

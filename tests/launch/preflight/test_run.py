@@ -1,6 +1,7 @@
 """The checks on ranks: what is wrong on one node is named with its remedy, before anything is computed."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -93,6 +94,15 @@ def test_what_is_only_suspicious_is_a_warning_in_the_log(tmp_path):
     assert "network: a sum over 2 ranks" in log
 
 
+def test_the_log_and_each_rank_name_its_process(tmp_path):
+    own = run_ranks(2, cases.own_lines, SETTINGS, tmp_path)
+    processes = [
+        re.fullmatch(rf"\[rank {r}\] process (\d+) on node a, local rank {r}, cpu\n", own[r])[1] for r in (0, 1)
+    ]
+    first, second = processes
+    assert f"  processes: rank 0 is {first}, rank 1 is {second} on node a\n" in (tmp_path / "train.log").read_text()
+
+
 def test_the_connection_that_is_slow_is_named():
     (lines, _) = run_ranks(2, cases.lines_of_slow_links)
     assert any(line.startswith("warning: the connection is slow (a to b: ") for line in lines)
@@ -123,6 +133,7 @@ def test_everything_is_checked_on_request(tmp_path):
         "config": "ok",
         "task": "ok",
         "devices": "ok",
+        "processes": "ok",
         "device memory": "skipped",
         "clocks": "skipped",
         "data": "ok",

@@ -69,6 +69,7 @@ checkpoint.every_steps: save_every save_every_n_steps save_freq save_interval sa
 checkpoint.keep_last: save_last save_top_k save_total_limit
 checkpoint.keep_best=[min,eval/loss]: load_best_model_at_end metric_for_best_model monitor
 log.every_steps: log_every log_every_n_steps log_freq log_interval logging_steps print_freq
+log.probe_every_epochs: probe_every probe_interval
 log.writers=[text_log,json_lines,{}]: log_with logger loggers report_to tracker tracker_name
 --run-dir: checkpoint_dir default_root_dir log_dir logdir output output_dir project_dir run_dir save_dir work_dir
 --out: output output_dir output_file

@@ -216,6 +216,9 @@ class LogConfig(Section):
     memory: Literal["line", "table"] = "line"
     """How the log shows the memory of the ranks: as a `line` at the end, or also as a `table` by rank and purpose,
     after the first entry and at the end. `metrics.jsonl` has all figures."""
+    probe_every_epochs: Annotated[int, Field(ge=0)] = 0
+    """Epochs between two tables of weights, gradients and digests by rank, for people who want to see that replicas
+    agree. 0: no table. `watch.every` checks this, and ends a training whose ranks differ."""
     pictures: Annotated[int, Field(ge=0)] = 8
     """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
     the first step, if the task draws images. 0: no images, also none of confusion matrices."""

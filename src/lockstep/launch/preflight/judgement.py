@@ -56,6 +56,7 @@ def of_facts(facts: Sequence[Facts], nodes: Nodes, configs: Sequence[Mapping[str
         *_config(facts, nodes, configs),
         *_source(facts, nodes),
         *_devices(facts, nodes),
+        _processes(facts, nodes),
         *_memory(facts, nodes),
         *_clocks(facts, nodes),
         *_data(facts, nodes),
@@ -135,6 +136,17 @@ def _devices(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:
     what = f"{number_of(len(facts), 'rank')} on {number_of(nodes.count, 'node')}, "
     what += number_of(len(owners), "device") if owners else "no GPU"
     return found or [PreflightFinding("devices", Level.OK, what)]
+
+
+def _processes(facts: Sequence[Facts], nodes: Nodes) -> PreflightFinding:
+    texts = []
+    for first in nodes.first_ranks:
+        ranks = nodes.ranks_with(first)
+        listed = ", ".join(f"rank {rank} is {facts[rank].process}" for rank in ranks[:_SHOWN])
+        more = f", and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+        texts.append(f"{listed}{more} on node {nodes.names[first]}")
+    more_nodes = [f"and {len(texts) - _SHOWN} more nodes"] if len(texts) > _SHOWN else []
+    return PreflightFinding("processes", Level.OK, "; ".join([*texts[:_SHOWN], *more_nodes]))
 
 
 def _memory(facts: Sequence[Facts], nodes: Nodes) -> list[PreflightFinding]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.core import devices
+from lockstep.core import devices, this_process
 from lockstep.core.checkpoint import manifest
 from lockstep.core.errors import UsageError, number_of
+from lockstep.core.parallel import launched
+from lockstep.core.parallel.nodes import own_name
 from lockstep.core.parallel.world import World
 from lockstep.launch.preflight import facts, judgement, links, shared_folder
 from lockstep.launch.preflight.facts import Subject
@@ -28,6 +31,9 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[P
     room = world.on_rank0(lambda: _room(subject))
     if world.size == 1 and not everything:
         return [*_device_alone(world), room]
+    if world.size > 1 and launched.LAUNCHED not in os.environ:  # srun and torchrun may keep a log of each rank
+        name = f"[rank {world.rank}] process {os.getpid()} on node {own_name()}"
+        print(f"{name}, local rank {this_process.local_rank()}, {world.device}", file=sys.stderr, flush=True)
     found: list[facts.Facts] = world.broadcast(world.gather(facts.of_rank(subject, world)))
     nodes = world.nodes
     configs = []
@@ -72,11 +78,13 @@ def raise_faults(findings: Sequence[PreflightFinding]) -> None:
 
 
 def lines(findings: Sequence[PreflightFinding]) -> list[str]:
-    """Log lines about the findings: warnings, and the speed of the network."""
+    """Log lines about the findings: warnings, the processes of the ranks, and the speed of the network."""
     return [
-        f"warning: {finding.what}. {finding.remedy}" if finding.level == Level.WARNING else f"network: {finding.what}"
+        f"warning: {finding.what}. {finding.remedy}"
+        if finding.level == Level.WARNING
+        else f"{finding.check}: {finding.what}"
         for finding in findings
-        if finding.level == Level.WARNING or (finding.check == "network" and finding.level == Level.OK)
+        if finding.level == Level.WARNING or (finding.check in ("processes", "network") and finding.level == Level.OK)
     ]
 
 

@@ -28,12 +28,6 @@ class TextLog(Writer):
 
     def record(self, entry: Mapping[str, float]) -> None:
         self.message(entry_line(entry, self.run.last_step))
-        if "memory/before_evaluation_mb" in entry:
-            before, after = (entry[f"memory/{when}_evaluation_mb"] for when in ("before", "after"))
-            self.message(
-                f"memory around this evaluation: {before:,.0f} MiB before, {after:,.0f} MiB after; "
-                f"evaluations took at most {entry['memory/evaluation_mb']:,.0f} MiB more"
-            )
 
     def message(self, text: str) -> None:
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
