@@ -11,6 +11,7 @@ from typing import Literal
 from lockstep import sizes
 from lockstep.core.errors import UsageError
 from lockstep.parts import peaks
+from lockstep_lab.plan.reading import Reading
 
 StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -158,6 +159,8 @@ class ModelFacts:
     """Limits of the model and of the facts, for people."""
     ends: tuple[int, int] = (0, 0)
     """Number of large embeddings, which count as blocks before the others, and of large last layers, after them."""
+    reading: Reading | None = None
+    """How long a sample takes to load on this machine. None: the data are not here."""
 
     @property
     def stay_from(self) -> int:
