@@ -5,8 +5,7 @@ import pytest
 
 from lockstep_lab.plan import reading
 from lockstep_lab.plan.estimate import estimate
-from lockstep_lab.plan.inputs import Setting
-from lockstep_lab.plan.reading import Decoding, Reading
+from lockstep_lab.plan.inputs import Decoding, Reading, Setting
 from packages.lab.tests.plan import cases
 
 

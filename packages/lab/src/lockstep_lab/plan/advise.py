@@ -172,8 +172,7 @@ def _waiting(figures: Figures) -> Iterator[Advice]:
         )
     workers = figures.number("data.workers")
     wished = _workers(workers, worst)
-    changes, notes = [f"data.workers={wished}"], []
-    notes += [] if only_one else _rates(figures, wait, workers)
+    changes, notes = [f"data.workers={wished}"], [] if only_one else _rates(figures, wait, workers)
     per_rank = (figures.cpus or 0) // figures.world
     if figures.cpus and wished > max(1, per_rank):
         notes.append(

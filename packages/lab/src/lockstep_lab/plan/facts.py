@@ -33,10 +33,11 @@ from lockstep_lab.plan.inputs import (
     Passes,
     PassFacts,
     PrecisionName,
+    Reading,
     Segment,
 )
 from lockstep_lab.plan.model import Built
-from lockstep_lab.plan.reading import Reading, decoding_of
+from lockstep_lab.plan.reading import decoding_of
 from lockstep_lab.plan.search import LARGEST
 from lockstep_lab.plan.trace import LiveBytes, TracedPass, TracedSegment, Untraceable, trace_pass
 
@@ -79,7 +80,7 @@ def facts_of(
         data = task_checks.data(task.train_data(), "Task.train_data")
         order = order_of(config, data) if has_data else None
         length = order.length if order else len(data)  # type: ignore[arg-type]
-        batches = {}
+        batches: dict[int, Any] = {}
         for n in dict.fromkeys((*_SIZES, *_REAL_SIZES)):
             begun = time.process_time()
             batches[n] = _batch(config, task, data, n)

@@ -6,12 +6,11 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep import sizes
 from lockstep.core.errors import UsageError
 from lockstep.parts import peaks
-from lockstep_lab.plan.reading import Reading
 
 StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -115,6 +114,24 @@ class OptimizerFacts:
     """Temporary bytes of an update, per element of the largest parameter."""
     needs_whole_matrices: bool = False
     """Whether it cannot train shards."""
+
+
+class Decoding(NamedTuple):
+    """Decoding the images of a data set."""
+
+    seconds: float
+    """CPU time of an image."""
+    bytes: float
+    """Size of the pixels of an image."""
+
+
+class Reading(NamedTuple):
+    """Loading samples: reading, decoding, augmenting and collating."""
+
+    seconds: float
+    """CPU time of a sample."""
+    decoding: Decoding | None
+    """None: the data are not images, or `data.cache` is set."""
 
 
 @dataclass(frozen=True)

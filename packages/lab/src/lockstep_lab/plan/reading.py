@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-if TYPE_CHECKING:
-    from lockstep_lab.plan.estimate import Estimate
+from lockstep_lab.plan.estimate import Estimate
+from lockstep_lab.plan.inputs import Decoding, Reading
 
 _SAMPLES = 8
-
-
-class Decoding(NamedTuple):
-    """Decoding the images of a data set."""
-
-    seconds: float
-    """CPU time of an image."""
-    bytes: float
-    """Size of the pixels of an image."""
-
-
-class Reading(NamedTuple):
-    """Loading samples: reading, decoding, augmenting and collating."""
-
-    seconds: float
-    """CPU time of a sample."""
-    decoding: Decoding | None
-    """None: the data are not images, or `data.cache` is set."""
 
 
 def decoding_of(data: Any) -> Decoding | None:
