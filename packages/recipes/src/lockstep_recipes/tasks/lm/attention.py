@@ -180,7 +180,7 @@ def _shares_heads(value: Tensor, mask: Tensor | None) -> bool:
     """
     if value.device.type == "cuda":
         fits = mask is None and value.dtype == torch.bfloat16 and value.shape[-1] <= _WIDEST
-        return fits and torch.backends.cuda.flash_sdp_enabled()
+        return fits and bool(torch.backends.cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call]
     return value.device.type == "cpu"
 
 
