@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -12,6 +13,7 @@ from lockstep import Trainer
 from lockstep.core.errors import LockstepError
 from lockstep.parts import peaks
 from lockstep.parts.flops import FlopCount
+from lockstep.parts.flops import FlopCounterMode as Counter
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_on_python_device, run_ranks
 from tests.selection import mainly
@@ -71,6 +73,15 @@ def test_operations_are_those_that_torch_counts_also_if_activations_are_computed
     elements = 24 * (5 * 8 + 1)
     assert state.per_element * elements == by_torch(Sequences(), 24)
     assert counted == [2]  # after the third step only: the step is counted from 0
+    line = "attention: torch's kernels flash_attention_for_cpu (2 calls) in a forward pass"
+    assert (tmp_path / "train.log").read_text().count(line) == 1
+
+
+def test_the_slow_attention_of_torch_is_named():
+    query = torch.randn(1, 2, 5, 4, requires_grad=True)
+    with sdpa_kernel([SDPBackend.MATH]), Counter() as counted:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+    assert counted.attention == {"math_attention": 1}
 
 
 def counted_run(task, config, folder, counted):

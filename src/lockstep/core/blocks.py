@@ -19,6 +19,9 @@ from lockstep.core.block_state import BlockState, StateChanges, refusing_writes
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError, number_of
 
+COMPILED_WITH = "_lockstep_compiled_with"
+"""Attribute of a model with compiled blocks: the arguments of `torch.compile`, for what a task compiles itself."""
+
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The outermost repeated blocks by name, in the model's order.
@@ -264,6 +267,8 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
         )
     mode = None if compute.compile_mode == "default" else compute.compile_mode
     options: dict[str, Any] = {"backend": backend, "mode": mode, "dynamic": compute.compile_dynamic}
+    if what == "blocks":
+        setattr(model, COMPILED_WITH, options)
     for module in blocks if what == "blocks" else [model]:
         if module in with_buffers:  # compiled code runs inside the recomputation, which is as it was
             recomputed: Any = module.forward

@@ -103,7 +103,7 @@ class Operations(BuiltInPart):
         assert isinstance(training, Inside)
         state = training.state
         self.count = FlopCount(state.strategy, state.precision, state.world, compiled=self.compiled)
-        self.has_batch = False
+        self.has_batch, self.kernels = False, ""
 
     def after_step(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -118,6 +118,10 @@ class Operations(BuiltInPart):
             with training.window.excluded():
                 few = self.compiled or state.world.size > 1
                 self.count.count(training.micro_batches[0], self._few if few else None)
+            kernels = ", ".join(f"{name} ({times} calls)" for name, times in self.count.attention.items())
+            if kernels and kernels != self.kernels:
+                training.tell(f"attention: torch's kernels {kernels} in a forward pass")
+                self.kernels = kernels
         own = self.count.take()
         operations, unknown = state.world.all_sum([own or 0.0, float(own is None)])
         if unknown:

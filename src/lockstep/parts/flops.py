@@ -48,6 +48,8 @@ class FlopCount:
         self.per_element: float | None = None
         """Floating-point operations per element of a batch. None: not counted, or it was not possible."""
         self.counted_for: int | None = None  # trainable parameters at the time of the last count
+        self.attention: dict[str, int] = {}
+        """How often a counted forward pass called each kernel of attention, by torch's name of the kernel."""
 
     def add(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add a step that was computed. Fillers add nothing."""
@@ -91,7 +93,7 @@ class FlopCount:
             return
         finally:
             micro_batch.let_go()
-        self.per_element = operations.total / _elements(micro_batch)
+        self.per_element, self.attention = operations.total / _elements(micro_batch), operations.attention
 
     def take(self) -> float | None:
         """Floating-point operations of this rank since the last call. None: unknown."""
@@ -123,8 +125,13 @@ class FlopCounterMode(Observer):
         }
         self.formulas: dict[Any, Any] = {**flop_registry, **on_cpu}
         self.total, self.recomputed = 0, 0  # in forward and backward passes; in forward passes that are run again
+        self.attention: dict[str, int] = {}
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        name = func.name().partition("::")[2].partition(".")[0].strip("_").removeprefix("scaled_dot_product_")
+        name = "math_attention" if name == "safe_softmax" else name  # of torch's slow attention, in several operations
+        if ("attention" in name or "attn" in name) and "backward" not in name and not _is_recomputation():
+            self.attention[name] = self.attention.get(name, 0) + 1
         formula = self.formulas.get(func._overloadpacket)
         if formula is not None:
             # An operation of a layer that is sharded over ranks is seen as that of the whole layer; others as they are.

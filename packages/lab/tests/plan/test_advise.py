@@ -86,6 +86,8 @@ def test_waiting_for_data_without_workers(tmp_path):
     assert "70%" in found.finding
     assert "3.3 times as fast" in found.gain
     assert "train/wait_share 0.70" in found.source
+    # Of 640 samples/s at 30 %: 2,133 without waits. One process loads 640 / 0.7.
+    assert "about 2,133 samples/s; 1 rank loads about 914 each, so 3 processes keep up" in found.note
 
 
 def test_waiting_for_data_with_workers_and_pictures(tmp_path):
@@ -93,6 +95,8 @@ def test_waiting_for_data_with_workers_and_pictures(tmp_path):
     found = advice(tmp_path, figures={"train/wait_share": 0.5}, **sections)["waiting for data"]
     assert found.changes == ("data.workers=9", "data.cache=decoded")
     assert "exceed the 8 CPU threads" in found.note
+    assert "about 1,280 samples/s; 4 workers load about 160 each, so 8 processes keep up" in found.note
+    assert "needs 3 bytes per pixel on the disk (0.56 MB for 500x375" in found.note
     sections["data"]["cache"] = "decoded"
     assert advice(tmp_path, figures={"train/wait_share": 0.5}, **sections)["waiting for data"].changes == (
         "data.workers=9",

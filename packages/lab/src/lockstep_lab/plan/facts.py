@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,9 +33,11 @@ from lockstep_lab.plan.inputs import (
     Passes,
     PassFacts,
     PrecisionName,
+    Reading,
     Segment,
 )
 from lockstep_lab.plan.model import Built
+from lockstep_lab.plan.reading import decoding_of
 from lockstep_lab.plan.search import LARGEST
 from lockstep_lab.plan.trace import LiveBytes, TracedPass, TracedSegment, Untraceable, trace_pass
 
@@ -77,7 +80,12 @@ def facts_of(
         data = task_checks.data(task.train_data(), "Task.train_data")
         order = order_of(config, data) if has_data else None
         length = order.length if order else len(data)  # type: ignore[arg-type]
-        batches = {n: _batch(config, task, data, n) for n in dict.fromkeys((*_SIZES, *_REAL_SIZES))}
+        batches: dict[int, Any] = {}
+        for n in dict.fromkeys((*_SIZES, *_REAL_SIZES)):
+            begun = time.process_time()
+            batches[n] = _batch(config, task, data, n)
+            read_s = (time.process_time() - begun) / n  # of the last: the first includes imports
+        loading = Reading(read_s, decoding_of(data)) if has_data else None
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         built = model.without_values(task, config, fake, gpu=device == "cuda")
         trace = partial(_trace_all, config, precisions=precisions, recompute=recompute, gpu=device == "cuda")
@@ -107,6 +115,7 @@ def facts_of(
         forward_flops_per_sample=plain.forward_flops / plain.samples if plain else None,
         recomputed_flops_per_sample=recomputed.recomputed_flops / recomputed.samples if recomputed else None,
         samples=length if has_data else None,
+        reading=loading,
         **_of_config(config),
         data=("samples of the training data" if has_data else "made-up samples")
         + (", the longest" if member_of(data, "lengths") is not None else ""),

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep import sizes
 from lockstep.core.errors import UsageError
@@ -116,6 +116,24 @@ class OptimizerFacts:
     """Whether it cannot train shards."""
 
 
+class Decoding(NamedTuple):
+    """Decoding the images of a data set."""
+
+    seconds: float
+    """CPU time of an image."""
+    bytes: float
+    """Size of the pixels of an image."""
+
+
+class Reading(NamedTuple):
+    """Loading samples: reading, decoding, augmenting and collating."""
+
+    seconds: float
+    """CPU time of a sample."""
+    decoding: Decoding | None
+    """None: the data are not images, or `data.cache` is set."""
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """All that `estimate` needs to know about a task and its config."""
@@ -158,6 +176,8 @@ class ModelFacts:
     """Limits of the model and of the facts, for people."""
     ends: tuple[int, int] = (0, 0)
     """Number of large embeddings, which count as blocks before the others, and of large last layers, after them."""
+    reading: Reading | None = None
+    """How long a sample takes to load on this machine. None: the data are not here."""
 
     @property
     def stay_from(self) -> int:

@@ -7,6 +7,7 @@ import io
 from typing import Any, NamedTuple
 
 from lockstep.core.errors import UsageError, number_of
+from lockstep_lab.plan import reading
 from lockstep_lab.plan.estimate import Estimate
 from lockstep_lab.plan.search import LARGEST, Option, PlanResult, gigabytes
 
@@ -170,6 +171,7 @@ def _details(plan: PlanResult, option: Option) -> list[str]:
                 "a step this short may be limited by the host, which launches each kernel: then it takes longer, and "
                 "so do training, energy and price"
             )
+    lines += reading.lines(plan.facts.reading, found)
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     for each in found.communication.traffic if setting.tensor > 1 else ():

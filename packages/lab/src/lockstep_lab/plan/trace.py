@@ -196,6 +196,10 @@ def _as_on_gpu() -> Generator[None, None, None]:
         is_causal: bool = False,  # torch's MultiheadAttention passes it by position
         **options: Any,
     ) -> Tensor:
+        if options.get("enable_gqa") and (attn_mask is not None or value.dtype != torch.bfloat16):
+            copies = query.shape[1] // key.shape[1]  # on a GPU, only flash attention in bf16 shares heads
+            key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
+            options["enable_gqa"] = False
         return attention(query, key, value, attn_mask, 0.0, is_causal, **options)
 
     setattr(functions, "dropout", masked)  # noqa: B010 - mypy knows no assignment to functions

@@ -1,5 +1,7 @@
 """Attention within documents: flex and flash attention give what SDPA with a mask gives."""
 
+import types
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,7 +71,7 @@ def test_groups_hold_each_place_once_in_its_document(lengths):
     assert sorted(found) == sorted(lengths)
 
 
-def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
     """What the documentation of `varlen_attn` says, sequence by sequence. It stands in for a function of GPUs."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     assert cu_seq_q.dtype == torch.int32
@@ -79,7 +81,7 @@ def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, windo
     sizes = cu_seq_q.diff().tolist()
     parts = zip(*(torch.split(tensor.transpose(0, 1), sizes, dim=1) for tensor in (query, key, value)), strict=True)
     causal = window_size == (-1, 0)
-    found = [functional.scaled_dot_product_attention(*each, is_causal=causal) for each in parts]
+    found = [functional.scaled_dot_product_attention(*each, is_causal=causal, enable_gqa=enable_gqa) for each in parts]
     return torch.cat(found, dim=1).transpose(0, 1)
 
 
@@ -123,3 +125,41 @@ def test_models_of_transformers_find_documents_by_positions_with_flex_and_flash(
     assert not attention.finds_documents(small_task(corpus, attention="flex").model())
     with pytest.raises(UsageError, match=r"task.attention=flash: LlamaForCausalLM cannot use it"):
         small_task(corpus, config=lm_cases.LLAMA, attention="flash").model()
+
+
+def test_shared_heads_are_copied_only_where_no_fast_kernel_shares_them(monkeypatch):
+    torch.manual_seed(0)
+    shapes = ((2, 4, 10, 8), (2, 2, 10, 8), (2, 2, 10, 8))
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    seen = []
+    attend = functional.scaled_dot_product_attention
+
+    def spied(query, key, value, **options):
+        seen.append((key.shape[1], options["enable_gqa"]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spied)
+    for mask in (None, attention.document_mask(DOCUMENTS.clamp(min=0))):
+        found = []
+        for shares in (True, False):
+            monkeypatch.setattr(attention, "_shares_heads", lambda *_, answer=shares: answer)
+            mixed = attention.attend(*inputs, mask, mask is None)
+            found.append((mixed, *torch.autograd.grad(mixed.square().sum(), inputs)))
+        assert max(apart(one, other) for one, other in zip(*found, strict=True)) < 1e-14
+    assert seen == [(2, True), (4, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "width", "shares"),
+    [
+        ("cpu", torch.float32, True, 8, True),
+        ("cuda", torch.bfloat16, False, 256, True),
+        ("cuda", torch.bfloat16, False, 512, False),
+        ("cuda", torch.bfloat16, True, 64, False),  # flash attention takes no mask
+        ("cuda", torch.float32, False, 64, False),  # and 16 bits only
+        ("mps", torch.float32, False, 64, False),
+    ],
+)
+def test_kernels_that_share_heads(device, dtype, masked, width, shares):
+    value = types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 2, 10, width))
+    assert attention._shares_heads(value, torch.ones(1) if masked else None) is shares

@@ -12,6 +12,7 @@ from lockstep.core import blocks
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks.lm import answers, losses, models
+from lockstep_recipes.tasks.lm import task as task_module
 from tests import lm_cases, runs
 from tests.lm_cases import json_lines, small_task
 from tests.ranks import run_ranks
@@ -102,6 +103,74 @@ def test_the_loss_in_chunks_in_16_bits_is_nearer_than_a_sum_in_16_bits(autocast)
         assert float((found[2] - exact[2]).norm()) < 0.5 * float((summed[2] - exact[2]).norm())
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_chunk_is_that_of_torch_compiled_and_as_written(dtype):
+    torch.manual_seed(0)
+    logits, targets = (3 * torch.randn(64, 50)).to(dtype), torch.randint(50, (64,))
+    logits[0, targets[0]] = 30  # a target that is almost certain: its gradient is small
+    targets[1::5] = -100
+    exact = logits.double().clone().requires_grad_()
+    right = losses.total(exact, targets)
+    right.backward()
+    learned, eps = (targets != -100)[:, None], torch.finfo(dtype).eps
+    for of_chunk in (losses.with_gradient, losses.compiled(backend="aot_eager")):
+        for size in (64, 40):  # the last chunk is smaller
+            loss, gradient = of_chunk(logits[:size], targets[:size])
+            assert gradient.dtype == dtype
+            assert torch.allclose(gradient.double() * learned[:size], exact.grad[:size], rtol=eps, atol=1e-7)
+        assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert losses.with_gradient(logits, targets)[0].item() == pytest.approx(right.item(), rel=1e-6)
+
+
+class OverLogits(TorchDispatchMode):
+    """The operations that read or write all logits of a chunk."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.names = shape, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if getattr(made, "shape", None) == self.shape and not name.startswith(("empty", "scatter")):
+            self.names.append(name)
+        return made
+
+
+def test_a_chunk_passes_over_its_logits_few_times():
+    targets = torch.randint(50, (64,))
+    for dtype, names in ((torch.float32, []), (torch.bfloat16, ["_to_copy"])):
+        logits = torch.zeros(64, 50, dtype=dtype)
+        with OverLogits((64, 50)) as counted:
+            losses.with_gradient(logits, targets)
+        assert [name.strip("_") for name in counted.names] == [
+            name.strip("_") for name in [*names, "log_softmax", "exp"]
+        ]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+def test_the_loss_of_compiled_blocks_is_compiled_on_a_gpu(corpus, monkeypatch):
+    compute = ComputeConfig(compile="blocks", compile_backend="eager")
+    task = small_task(corpus, length=32)
+    model = task.model()
+    batch = task.collate([task.train_data()[0]])
+    plain = task.loss(model, batch)
+    blocks.compile_modules(model, list(blocks.find_blocks(model).values()), compute)
+    calls = []
+
+    def compiled(**options):
+        calls.append(options)
+        return losses.with_gradient
+
+    monkeypatch.setattr(losses, "compiled", compiled)
+    assert torch.allclose(task.loss(model, batch), plain, rtol=1e-6)
+    assert not calls
+    monkeypatch.setattr(task_module, "_COMPILES", ("cpu",))
+    assert torch.allclose(task.loss(model, batch), plain, rtol=1e-6)
+    assert calls == [{"backend": "eager", "mode": None, "dynamic": None}]
+
+
 @pytest.mark.parametrize("strategy", mainly(["fsdp"], ["ddp", "fsdp"]))
 def test_the_loss_in_chunks_trains_on_two_ranks_as_by_hand(corpus, strategy):
     options = {"train": corpus, **lm_cases.SMALL}
@@ -113,6 +182,19 @@ def test_the_loss_in_chunks_trains_on_two_ranks_as_by_hand(corpus, strategy):
     )
     (weights, _), *_ = run_ranks(2, lm_cases.train, options | {"loss_chunk": 5}, settings)
     assert lm_cases.difference(weights, lm_cases.by_hand(options, 4, 8, 0.5)[0]) < 1e-10
+
+
+def train_in_32_bits(options, settings):
+    return runs.fit(small_task(**options), settings)
+
+
+def test_shared_heads_and_chunks_have_the_same_bits_on_one_to_three_ranks(corpus):
+    options = {"train": corpus, **lm_cases.SMALL, "loss_chunk": 5, "prompts": []}
+    settings = runs.config(batch={"global": 12}, train={"steps": 3}, parallel={"virtual_ranks": 6})
+    alone, of_two, of_three = (run_ranks(world, train_in_32_bits, options, settings)[0] for world in (1, 2, 3))
+    for weights, logged in (of_two, of_three):
+        assert all(torch.equal(weights[name], alone[0][name]) for name in alone[0])
+        assert logged["train/loss"] == alone[1]["train/loss"]
 
 
 def test_a_model_whose_logits_need_more_than_a_layer_is_refused(corpus):

@@ -12,6 +12,7 @@ from torch.nn import functional
 from lockstep.core.errors import UsageError
 
 _SIMILAR = 1.25  # ratio of lengths in a group: more groups need more calls, fewer groups more padding
+_WIDEST = 256  # width of a head for flash attention
 _OF_TRANSFORMERS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 
 
@@ -142,18 +143,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     """Attention: (samples, heads, tokens, width), as its arguments.
 
     Args:
+        key, value: may have fewer heads, which groups of consecutive query heads share.
         mask: from `mask_for`, or a mask as SDPA takes it. None: see `is_causal`.
 
     Raises:
         UsageError: flash attention was called with numbers that have more than 16 bits.
     """
+    copies = query.shape[1] // key.shape[1]
     if mask is None or isinstance(mask, Tensor):
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+        if copies > 1 and not _shares_heads(value, mask):
+            key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
+        sizes: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **sizes)
     if isinstance(mask, Groups):
         return _by_document(query, key, value, mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast does not know these functions
     if not isinstance(mask, PackedSequences):
-        return _flex(value.device)(query, key, value, block_mask=mask)  # type: ignore[no-any-return]
+        of_flex = {"block_mask": mask, "enable_gqa": copies > 1}
+        return _flex(value.device)(query, key, value, **of_flex)  # type: ignore[no-any-return]
     from torch.nn.attention.varlen import varlen_attn
 
     if value.dtype not in (torch.bfloat16, torch.float16):
@@ -162,8 +169,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
     attention: Any = functools.partial(varlen_attn, window_size=(-1, 0))  # each token sees itself and those before it
-    mixed: Tensor = attention(*flat, *places).unflatten(0, (len(value), -1)).transpose(1, 2)
+    mixed: Tensor = attention(*flat, *places, enable_gqa=copies > 1).unflatten(0, (len(value), -1)).transpose(1, 2)
     return mixed
+
+
+def _shares_heads(value: Tensor, mask: Tensor | None) -> bool:
+    """True if SDPA has a fast kernel that lets query heads share keys and values, so that no copies are needed.
+
+    On CUDA this is flash attention, which takes no mask (torch 2.13). Otherwise SDPA would use its slow fallback.
+    """
+    if value.device.type == "cuda":
+        fits = mask is None and value.dtype == torch.bfloat16 and value.shape[-1] <= _WIDEST
+        return fits and bool(torch.backends.cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call]
+    return value.device.type == "cpu"
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, groups: Groups) -> Tensor:

@@ -6,7 +6,7 @@ exchange two numbers per token (Shoeybi et al. 2019, arXiv:1909.08053, section 3
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -48,7 +48,7 @@ def by_token(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return losses, logits.argmax(dim=-1) == targets
 
 
-def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int, of_chunk: Any = None) -> Tensor:
     """`total(head(hidden), targets)`, with only the logits of `chunk` tokens in memory at a time.
 
     The gradient of each chunk is computed with its loss, so logits are computed once. The sum is the same up to
@@ -56,14 +56,16 @@ def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int
 
     Args:
         hidden: (tokens, width).
+        of_chunk: `compiled`, or None for `with_gradient` as it is written.
     """
     forward, called = head.forward, cast(Any, head)
     apply: Any = _InChunks.apply
     if (group := _group_of(head)) is not None:
-        return cast(Tensor, apply(None, chunk, targets, hidden, *_part_of(head), group))
+        of_group = partial(_with_gradient_of_group, group=group)
+        return cast(Tensor, apply(None, of_group, chunk, targets, hidden, *_part_of(head), group))
 
     def of_all(hidden: Tensor) -> Any:
-        return apply(forward, chunk, targets, hidden, head.weight, head.bias, None)
+        return apply(forward, of_chunk or with_gradient, chunk, targets, hidden, head.weight, head.bias, None)
 
     called.forward = of_all
     try:
@@ -80,6 +82,7 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: Any,
         head: Any,
+        of_chunk: Any,
         chunk: int,
         targets: Tensor,
         hidden: Tensor,
@@ -87,24 +90,23 @@ class _InChunks(torch.autograd.Function):
         bias: Tensor | None,
         group: Any,
     ) -> Tensor:
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[3:6]
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[4:7]
         head = head or partial(functional.linear, weight=weight, bias=bias)
         by_part: list[Tensor] = []
         by_weight = wide(torch.zeros_like(weight)) if of_weight else None  # 16 bits are too few for the sum of chunks
         by_bias = wide(torch.zeros_like(bias)) if bias is not None and of_bias else None
         losses: list[Tensor] = []
         for part, wanted in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
-            logits = head(part)
-            loss, gradient = _with_gradient(wide(logits), wanted, group)
+            loss, gradient = of_chunk(head(part), wanted)
             losses.append(loss)
-            gradient = gradient.to(logits.dtype)
-            by_part += [gradient @ weight] if of_hidden else []
+            learned = (wanted != NOT_LEARNED)[:, None]  # a mask of hidden tokens is much smaller than one of logits
+            by_part += [gradient @ weight * learned] if of_hidden else []
             if by_weight is not None and by_weight.dtype == gradient.dtype:
-                by_weight.addmm_(gradient.T, part.to(gradient.dtype))
+                by_weight.addmm_(gradient.T, (part * learned).to(gradient.dtype))
             elif by_weight is not None:
-                by_weight.add_(gradient.T @ part)
+                by_weight.add_(gradient.T @ (part * learned))
             if by_bias is not None:
-                by_bias.add_(gradient.sum(dim=0))
+                by_bias.add_((gradient * learned).sum(dim=0))
         ctx.dtypes = [tensor.dtype for tensor in (hidden, weight, weight if bias is None else bias)]
         by_hidden = torch.cat(by_part) if of_hidden else None
         if group is not None and by_hidden is not None:  # each rank has the contribution of its words
@@ -117,23 +119,29 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         found = (None if gradient is None else (wide(gradient) * factor).to(dtype) for gradient, dtype in pairs)
-        return None, None, None, *found, None
+        return None, None, None, None, *found, None
 
 
-def _with_gradient(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """`total(logits, targets)`, and its gradient with respect to the logits: those of this rank's words, if a group
-    shards them."""
-    learned = (targets != NOT_LEARNED).to(logits.dtype)[:, None]
-    if group is not None:
-        sums, chosen, place, is_here, _ = _agreed(logits, targets, group)
-        loss = ((sums - chosen)[:, None] * learned).sum()
-        of_logits = (logits - sums[:, None]).exp_()
-        return loss, of_logits.scatter_add_(1, place, -is_here.to(logits.dtype)).mul_(learned)
+def with_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`total(logits, targets)`, and its gradient with respect to the logits, in their number format.
+
+    The gradient of tokens that are not learned is not 0: the caller masks what it computes from it. A gradient of 16
+    bits is rounded once, with the 1 of the target subtracted before.
+    """
     wanted = targets.clamp(min=0)[:, None]
-    scores = logits.log_softmax(dim=-1)
-    loss = -(scores.gather(1, wanted) * learned).sum()
-    gradient = scores.exp_().scatter_add_(1, wanted, -torch.ones_like(learned)).mul_(learned)
-    return loss, gradient
+    scores = logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    chosen = scores.gather(1, wanted)
+    loss = -(chosen * (targets != NOT_LEARNED)[:, None]).sum()
+    if scores.dtype == logits.dtype:
+        return loss, scores.exp_().scatter_add_(1, wanted, -torch.ones_like(chosen))
+    gradient = torch.exp(scores, out=torch.empty_like(logits))  # one pass on GPUs, where exp_ and a cast are two
+    return loss, gradient.scatter_(1, wanted, chosen.exp_().sub_(1).to(gradient.dtype))
+
+
+@cache
+def compiled(**options: Any) -> Any:
+    """`with_gradient`, compiled with the arguments of `torch.compile`: one or two kernels for a chunk."""
+    return torch.compile(with_gradient, **options)
 
 
 def by_token_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -180,6 +188,15 @@ def _agreed(logits: Tensor, targets: Tensor, group: Any, *more: Tensor) -> tuple
     chosen = torch.where(is_here, logits.gather(1, place), 0)[:, 0]
     known = group.gather(torch.stack([logits.logsumexp(dim=-1), chosen, *more]))
     return known[:, 0].logsumexp(dim=0), known[:, 1].sum(dim=0), place, is_here, known[:, 2:]
+
+
+def _with_gradient_of_group(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """`with_gradient`, from the logits of this rank's words, and for them."""
+    exact = wide(logits)
+    sums, chosen, place, is_here, _ = _agreed(exact, targets, group)
+    loss = ((sums - chosen) * (targets != NOT_LEARNED)).sum()
+    gradient = (exact - sums[:, None]).exp_().scatter_add_(1, place, -is_here.to(exact.dtype))
+    return loss, gradient.to(logits.dtype)
 
 
 def _by_token_of_group(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.width, width = config.head_dim, config.hidden_size
-        self.config, self.groups = config, config.num_attention_heads // config.num_key_value_heads
+        self.config = config
         shared = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, shared, bias=False)
@@ -173,8 +173,6 @@ class Attention(nn.Module):
             key, value = torch.cat([before[0], key], dim=2), torch.cat([before[1], value], dim=2)
         if seen is not None:
             seen.append((key, value))
-        if self.groups > 1:
-            key, value = (part.repeat_interleave(self.groups, dim=1) for part in (key, value))
         is_causal = mask is None and before is None
         mixed = attend(query, key, value, mask, is_causal)
         summed: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep.core.blocks import COMPILED_WITH
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
 from lockstep_recipes.look.finding import Extent
@@ -35,6 +36,7 @@ Batch = dict[str, Any]
 _BEGINNINGS = 3  # evaluation documents whose starts are continued
 _PROMPT = 16  # tokens of such a start
 _KIND = "kind_of_texts.txt"  # kept with a run
+_COMPILES = ("cuda",)  # devices on which the loss is compiled with the blocks; on a CPU, compiled code was slower
 
 
 @final
@@ -311,7 +313,9 @@ class LanguageModel(LmTask):
         if chunk is None:
             return losses.total(models.called(model, *self._inputs(model, batch)).logits.flatten(0, 1), targets)
         hidden, head = models.hidden_and_head(model, *self._inputs(model, batch))
-        return losses.total_in_chunks(head, hidden.flatten(0, 1), targets, chunk)
+        options = getattr(model, COMPILED_WITH, None) if targets.device.type in _COMPILES else None
+        of_chunk = None if options is None else losses.compiled(**options)
+        return losses.total_in_chunks(head, hidden.flatten(0, 1), targets, chunk, of_chunk)
 
     def _inputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
         """Tokens, positions and mask."""
