@@ -37,7 +37,7 @@ def shown(terminal):
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines():
     text = shown(terminal=False)
-    header = "one: 2 x cpu, global batch 24, steps 1 to 100, runs/one"
+    header = "one: 2 x cpu with 1 thread each, global batch 24, steps 1 to 100, runs/one"
     assert text.splitlines() == [header, entry_line(ENTRY, 100), "a [warning] about samples"]
     assert "\x1b" not in text
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,6 +21,7 @@ from rich.progress import (
 )
 
 from lockstep.core import debugging
+from lockstep.core.errors import number_of
 from lockstep.core.writer import RunInfo, Writer
 from lockstep.parts import live_line
 from lockstep.parts.ending import duration
@@ -68,6 +70,8 @@ class ConsoleWriter(Writer):
         """Those of the last evaluation that has ended."""
         has_virtual = run.config.get("parallel", {}).get("virtual_ranks")
         ranks = f"{run.ranks} on {run.device}" if has_virtual else f"{run.world_size} x {run.device}"
+        if run.world_size > 1 and run.device == "cpu":  # by default: a single rank has a thread for each core
+            ranks += f" with {number_of(torch.get_num_threads(), 'thread')} each"
         left = f"steps {run.first_step + 1} to {run.last_step}" if run.first_step < run.last_step else "no step is left"
         self.message(f"{run.name}: {ranks}, global batch {run.config['batch']['global']}, {left}, {run.folder}")
         if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would overwrite the debugger
