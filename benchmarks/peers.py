@@ -95,6 +95,7 @@ class Run:
             "JOB": json.dumps(self.job | change),
             "NOTES": str(self.notes),
             "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # an installation has compiled files
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             "TRANSFORMERS_VERBOSITY": "error",
             "CUDA_VISIBLE_DEVICES": "",

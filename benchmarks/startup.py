@@ -3,8 +3,9 @@
     python benchmarks/startup.py [--rounds 7] [--ranks 1 2 8] [--launches 0]
 
 The plain loop runs as `python` on one rank and under `torchrun` on several; Lockstep as `lockstep train`, and with
-`--cold`. The three alternate; the result is the median of ratios to the plain loop. Then the memory of all processes
-while they train (pages that processes share are divided among them: PSS), `lockstep --help`, and `import lockstep`.
+`--cold`. The three alternate; the result is the median of ratios to the plain loop, by the clock and by the processor
+time of all processes. Then the memory of all processes while they train (pages that processes share are divided among
+them: PSS), `lockstep --help`, and `import lockstep`.
 
 `--launches N` starts N trainings of two ranks in succession and prints which processes and files are left over.
 """
@@ -98,18 +99,24 @@ if __name__ != "__main__":  # `lockstep train` reads its task from this file
             return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
 
 
+def environment(mark):
+    """That of an installation, whose files Python has compiled."""
+    return os.environ | {"MARK": str(mark), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def first_step(command, folder):
+    """Seconds until the first step is done, and the processor time of all processes until then."""
     mark = folder / "mark"
     mark.unlink(missing_ok=True)
     begun = time.time()
-    subprocess.run(
-        command,
-        check=True,
-        env=os.environ | {"MARK": str(mark), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    return float(mark.read_text()) - begun
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = subprocess.Popen(command, env=environment(mark), **quiet)
+    while not mark.exists() and job.poll() is None:
+        time.sleep(0.01)
+    used = sum(processor_s(pid) for pid in tree(job.pid))
+    if job.wait():
+        raise subprocess.CalledProcessError(job.returncode, command)
+    return float(mark.read_text()) - begun, used
 
 
 def seconds(command):
@@ -130,11 +137,15 @@ def commands(ranks, folder, steps=2):
 
 def compare(ranks, rounds, folder):
     ways = {name: partial(first_step, command, folder) for name, command in commands(ranks, folder).items()}
-    times = take_turns(ways, rounds, warm_up=1)
-    plain = times.pop("plain")
-    print(f"{ranks} ranks: plain {statistics.median(plain):.2f} s", flush=True)
-    for name, ours in times.items():
-        print(f"  {name}: {statistics.median(ours):.2f} s, ratio {spread(ratios(ours, plain), '.3f')}", flush=True)
+    found = take_turns(ways, rounds, warm_up=1)
+    plain = list(zip(*found.pop("plain"), strict=True))
+    medians = [statistics.median(values) for values in plain]
+    print(f"{ranks} ranks: plain {medians[0]:.2f} s, processors {medians[1]:.2f} s", flush=True)
+    for name, results in found.items():
+        ours = list(zip(*results, strict=True))
+        medians = [statistics.median(values) for values in ours]
+        by_clock, by_processor = (spread(ratios(*pair), ".3f") for pair in zip(ours, plain, strict=True))
+        print(f"  {name}: {medians[0]:.2f} s, ratio {by_clock}; processors {medians[1]:.2f} s, ratio {by_processor}")
 
 
 def processes():
@@ -158,6 +169,15 @@ def tree(pid):
     return found
 
 
+def processor_s(pid):
+    """The processor time of a process, and of those that it has waited for."""
+    try:
+        numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    except OSError:
+        return 0.0
+    return sum(map(int, numbers)) / os.sysconf("SC_CLK_TCK")
+
+
 def proportional_mb(pid):
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -174,7 +194,7 @@ def memory(ranks, folder):
         mark.unlink(missing_ok=True)
         job = subprocess.Popen(
             command,
-            env=os.environ | {"MARK": str(mark), "OMP_NUM_THREADS": "1"},
+            env=environment(mark),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
