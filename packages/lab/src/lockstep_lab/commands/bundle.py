@@ -16,7 +16,7 @@ from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Cold, Debug, Force, Overrides, RunDir, as_arguments
 from lockstep.cli.replay import REPLAY_KEYS
 from lockstep.cli.reporting import FAULT, is_first, reporting, tell_first, write_file
-from lockstep.core import run_folder, this_process
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError, number_of
 from lockstep.core.user_files import check_replaceable
 
@@ -41,6 +41,7 @@ def bundle(
     """Write what one step of a run needs into a file, so that others can make the step again without the data."""
     with reporting(debug):
         from lockstep.configs import config_file
+        from lockstep.core import run_folder
         from lockstep.trainer import earlier_configs
 
         environment = dict(os.environ)  # the launcher adds its own variables
