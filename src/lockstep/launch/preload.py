@@ -61,7 +61,6 @@ def _prepare() -> None:
     for name in os.environ[PRELOAD].split(","):
         with contextlib.suppress(Exception):  # the rank that needs the module shows the error
             importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # a collection in a rank would write to every page, and memory would no longer be shared
     gc.enable()
     reason = why_not_safe(threads)
