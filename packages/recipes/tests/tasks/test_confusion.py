@@ -129,10 +129,11 @@ def test_only_pairs_that_were_confused_are_shown():
 
 
 def test_few_classes_are_listed_in_their_order_and_of_many_the_ends():
-    assert confusion.listed({"b": 1, "a": 2000}) == "b 1, a 2,000"
+    assert confusion.listed({"b": 1, "a": 2000}) == "b (1), a (2,000)"
     eight = {f"c{number}": number for number in range(8)}
-    assert confusion.listed(eight) == "c0 0, c1 1, c2 2, c3 3, c4 4, c5 5, c6 6, c7 7"
-    assert confusion.listed({**eight, "c8": 8000}) == "9, from c8 8,000, c7 7, c6 6 to c2 2, c1 1, c0 0"
+    assert confusion.listed(eight) == "c0 (0), c1 (1), c2 (2), c3 (3), c4 (4), c5 (5), c6 (6), c7 (7)"
+    expected = "9 in all; most: c8 (8,000), c7 (7), c6 (6); fewest: c2 (2), c1 (1), c0 (0)"
+    assert confusion.listed({**eight, "c8": 8000}) == expected
 
 
 def test_a_class_of_one_sample_counts_fully():

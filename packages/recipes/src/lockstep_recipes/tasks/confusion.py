@@ -65,10 +65,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def listed(counts: Mapping[str, int]) -> str:
     """Classes with their counts. With many classes, only the most and the least frequent."""
     ordered = sorted(counts.items(), key=lambda item: -item[1]) if len(counts) > _CLASSES else list(counts.items())
-    if len(ordered) <= _CLASSES:
-        return ", ".join(f"{name} {count:,}" for name, count in ordered)
-    first, last = (", ".join(f"{name} {count:,}" for name, count in part) for part in (ordered[:3], ordered[-3:]))
-    return f"{len(ordered)}, from {first} to {last}"
+    named = [f"{name} ({count:,})" for name, count in ordered]
+    if len(named) <= _CLASSES:
+        return ", ".join(named)
+    return f"{len(named)} in all; most: {', '.join(named[:3])}; fewest: {', '.join(named[-3:])}"
 
 
 def _short(label: str) -> str:

@@ -319,7 +319,7 @@ def test_exported_folder_gives_a_pipeline_the_same_probabilities(trained, tmp_pa
 def test_log_has_data_tables_and_samples(trained):
     folder, _ = trained
     log = (folder / "train.log").read_text()
-    for part in ("by label: mixed 8, neg 8, pos 8", "precision  recall", "truth \\ prediction", "truth 'pos'"):
+    for part in ("by label: mixed (8), neg (8), pos (8)", "precision  recall", "truth \\ prediction", "truth 'pos'"):
         assert part in log
     tables = [json.loads(line) for line in (folder / "metric_arrays.jsonl").read_text().splitlines()]
     assert [one["step"] for one in tables] == [3, 6]
