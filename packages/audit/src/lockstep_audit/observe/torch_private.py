@@ -31,6 +31,7 @@ from lockstep_audit.observe import (
     models,
     module_creation,
     orders,
+    quotients,
     samplers,
     schedules,
     splits,
@@ -147,6 +148,7 @@ def _patches() -> list[Patch]:
     found += [Patch("numpy.random", name, splits.ordered) for name in ("permutation", "shuffle")]
     found += [Patch("random", "shuffle", splits.ordered), Patch("torch", "randperm", splits.ordered)]
     found += [Patch("torch", name, divided, is_frequent=True) for name in ("Tensor.__truediv__", "Tensor.div", "div")]
+    found += [Patch("torch", f"Tensor.{name}", quotients.read, is_frequent=True) for name in quotients.READS]
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]

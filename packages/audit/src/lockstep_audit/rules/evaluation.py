@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
@@ -20,6 +21,7 @@ _UNEQUAL = 1.25
 _OFF = 0.01
 """A short last batch counts if it changes a mean by more than this."""
 _WHOLE = 1e-6
+_SEVERAL, _DIVISOR = 4, 20
 _FEW = 12
 """A file with at most this many lines may have as many as there are samples by chance."""
 _WAITS = ("barrier", "monitored_barrier")
@@ -178,8 +180,10 @@ def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
             key = (*(event.get("at") or ["?", 0, ""]), event["step"])
             turns.setdefault((*key, numbers[key, event["rank"]]), {})[event["rank"]] = event
             numbers[key, event["rank"]] += 1
-    for (file, row, function, step, _), firsts in turns.items():
+    by_hand = _unequal_by_hand(turns) if _is_of_one(history) else {}
+    for (file, row, function, step, number), firsts in turns.items():
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
+        words = words or by_hand.get((file, row, function, step, number))
         if words:
             file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add up the sums and counts of all batches and ranks, and divide once"
@@ -206,12 +210,44 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     return None
 
 
+def _is_of_one(history: EventHistory) -> bool:
+    """True if ranks train one model: not one for each fold, or for each rank."""
+    return bool(replicas(history)) and not any(history.of("hand_average"))
+
+
+def _unequal_by_hand(turns: dict[tuple[Any, ...], dict[int, Event]]) -> dict[tuple[Any, ...], str]:
+    """Quotients of counts, the same for all ranks and turns of a line, whose divisors differ in a turn, such as F1."""
+    lines: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
+    for key, firsts in turns.items():
+        is_sum = all(e.get("reduce_op") in ("SUM", "AVG") and "by_hand" in e for e in firsts.values())
+        if is_sum and len(firsts) > 1:
+            lines[key[:3]].append(key)
+    found = {}
+    for keys in lines.values():
+        told = {key: {rank: event["by_hand"] for rank, event in turns[key].items()} for key in keys}
+        ways = set.intersection(*(set(by) for ranks in told.values() for by in ranks.values()))
+        values = {(rank, event["value"]) for key in keys for rank, event in turns[key].items()}
+        if len(values) < _SEVERAL and any(_is_simple(value) for _, value in values):
+            continue  # by chance, many pairs of counts have the quotient 2 / 3
+        apart = {
+            way: [k for k, ranks in told.items() if differ({r: by[way] for r, by in ranks.items()})] for way in ways
+        }
+        if apart and all(apart.values()):
+            way, unequal = next(iter(apart.items()))
+            shown = each_rank({rank: by[way] for rank, by in told[unequal[0]].items()})
+            found[unequal[0]] = f"each rank contributes its own quotient of counts, which was divided by {shown}"
+    return found
+
+
+def _is_simple(value: float) -> bool:
+    return abs(Fraction(value).limit_denominator(_DIVISOR) - value) < _WHOLE
+
+
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     ops = {event.get("reduce_op") for event in firsts.values()}
-    is_of_one = replicas(history) and not any(history.of("hand_average"))  # not folds, or models of ranks
-    is_of_one = is_of_one or {*curves.values()} <= {"exp", "sqrt", "std", "var"}
+    is_of_one = _is_of_one(history) or {*curves.values()} <= {"exp", "sqrt", "std", "var"}
     curves = curves if ops <= {"SUM", "AVG", None} and is_of_one else {}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
