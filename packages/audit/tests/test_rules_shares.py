@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep_audit.rules import flows
+from lockstep_audit.rules import flows, sources
 from packages.audit.tests.made_events import Script, at, dealt, parts, whole
 
 
@@ -182,6 +182,21 @@ def test_rows_of_what_all_ranks_draw_are_no_noise(lines, takes, tmp_path):
     (script := tmp_path / "train.py").write_text(lines)
     row = next(number for number, line in enumerate(lines.splitlines(), 1) if "torch.rand" in line)
     assert flows.takes_rows_of_rank(str(script), row) is takes
+
+
+@pytest.mark.parametrize(
+    ("lines", "row"),
+    [
+        ("rank = 0\ntorch.manual_seed(seed)\nenv = Env(seed=seed)", 2),
+        ("def seed_all(seed):\n    random.seed(seed)\nseed_all(args.seed)", 3),
+        ("def seed_all(seed):\n    random.seed(seed)\nseed_all(args.seed + rank)", None),
+        ("random.seed(4)\ntorch.manual_seed(4 + dist.get_rank())", None),
+        ("data = draw(default_rng(1))\ng = torch.Generator().manual_seed(2)", None),  # it may make the data set
+    ],
+)
+def test_the_line_that_seeds_all_ranks_alike_is_found(lines, row, tmp_path):
+    (script := tmp_path / "train.py").write_text(lines)
+    assert sources.seeds_alike(str(script)) == row
 
 
 def test_shares_by_hand_that_stay_the_same_in_all_epochs_are_compared():
