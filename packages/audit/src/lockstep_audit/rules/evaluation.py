@@ -56,9 +56,7 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or remove the repeated samples"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
             gathers = list(history.of("gather", rank=first.begin["rank"]))
-            if any(
-                sources.cuts(file) for file in {at.file if at else "", *((g.get("at") or [""])[0] for g in gathers)}
-            ):
+            if any(map(sources.cuts, {at.file if at else "", *((g.get("at") or [""])[0] for g in gathers)})):
                 continue
             for gather in gathers:
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
@@ -117,14 +115,25 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names:
-            evidence = (
-                f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {facts.some(names)}"
-            )
+            evidence = f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: "
+            evidence += facts.some(names)
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
             at, step = place(first.get("at")), first["step"]
+            if _are_frozen(names, wraps[first["rank"], first["model"]].get("frozen") or ()):
+                cause = "train() of the whole model also sets its frozen part to train mode: its dropout is active and "
+                cause += "its statistics change"
+                remedy = "call eval() of the frozen part after each train() of the model, or override train() there"
+                rows = sources.sets_train(at.file) if at else []
+                at = SourceLine(at.file, rows[0], "") if at and rows else at
             findings.append(Finding("LS602", at, evidence, cause, remedy, tuple(digests), step))
     return findings if by_turn else "no wrapped model with buffers was evaluated after training"
+
+
+def _are_frozen(buffers: list[str], frozen: Iterable[str]) -> bool:
+    """True if all of these buffers belong to layers with frozen parameters."""
+    layers = {name.rpartition(".")[0] for name in frozen}
+    return all(name.rpartition(".")[0] in layers for name in buffers)
 
 
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
@@ -227,20 +236,15 @@ def _unequal_by_hand(turns: dict[tuple[Any, ...], dict[int, Event]]) -> dict[tup
         told = {key: {rank: event["by_hand"] for rank, event in turns[key].items()} for key in keys}
         ways = set.intersection(*(set(by) for ranks in told.values() for by in ranks.values()))
         values = {(rank, event["value"]) for key in keys for rank, event in turns[key].items()}
-        if len(values) < _SEVERAL and any(_is_simple(value) for _, value in values):
+        rests = [abs(Fraction(value).limit_denominator(_DIVISOR) - value) for _, value in values]
+        if len(values) < _SEVERAL and min(rests) < _WHOLE:
             continue  # by chance, many pairs of counts have the quotient 2 / 3
-        apart = {
-            way: [k for k, ranks in told.items() if differ({r: by[way] for r, by in ranks.items()})] for way in ways
-        }
+        apart = {w: [k for k, ranks in told.items() if differ({r: by[w] for r, by in ranks.items()})] for w in ways}
         if apart and all(apart.values()):
             way, unequal = next(iter(apart.items()))
             shown = each_rank({rank: by[way] for rank, by in told[unequal[0]].items()})
             found[unequal[0]] = f"each rank contributes its own quotient of counts, which was divided by {shown}"
     return found
-
-
-def _is_simple(value: float) -> bool:
-    return abs(Fraction(value).limit_denominator(_DIVISOR) - value) < _WHOLE
 
 
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
@@ -297,9 +301,8 @@ def metric_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
                 remedy = "call accelerator.gather_for_metrics on the inputs of the metric"
             if name in deciding:
                 cause = "each rank has the metric of its shard, so ranks may choose different best checkpoints"
-            findings.append(
-                Finding("LS605", SourceLine(file, row, function), evidence, cause, remedy, tuple(by_rank), None)
-            )
+            at = SourceLine(file, row, function)
+            findings.append(Finding("LS605", at, evidence, cause, remedy, tuple(by_rank), None))
     parts, seen = _parts_apart(history)
     parts, is_known = [*parts, *_statistics(history)], seen or any(history.of("log"))
     return [*findings, *parts] if is_known else "no evaluation of data that a sampler deals to ranks"
@@ -382,10 +385,8 @@ def predictions_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             it = by_rank[rank]
             samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
-            evidence = (
-                f"{os.path.basename(path)}, which {named([rank])} wrote at {facts.line(save.get('at'))}, has {lines} "
-            )
-            evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the samples of "
+            evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {facts.line(save.get('at'))}, has "
+            evidence += f"{lines} lines{', one of them a header' * (lines > samples)}: as many as the samples of "
             evidence += f"{named([rank])}, but the data set has {size}"
             cause = "no collective gathers the results of the other ranks, and they wrote no file"
             remedy = "dist.all_gather_object the rows before one rank writes them, or write a file for each rank"
