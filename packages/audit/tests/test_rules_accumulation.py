@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep_audit.observe import means
+from lockstep_audit.observe import means, mixed_passes, training
 from lockstep_audit.rules import sources
 from packages.audit.tests.made_events import Script, at, dealt, parts
 
@@ -266,3 +266,52 @@ def test_an_average_that_is_updated_outside_of_the_step_is_a_warning(tmp_path):
     assert found(loop + "    update_ema()\n", 4) == []
     assert found(loop + "scheduler.step()\n", 4) == []
     assert found("for b in c:\n    optimizer.step()\n    ema.update()\n", 2) == []
+
+
+def mixed(*turns, count=12):
+    """What the critic's step holds of other passes, in rounds of a script with a critic and a generator."""
+    critic, generator = torch.nn.Linear(2, 1), torch.nn.Linear(2, 2)
+    steps = {name: torch.optim.SGD(one.parameters(), 0.1) for name, one in (("c", critic), ("g", generator))}
+    looked, x, told, passes = mixed_passes.MixedPasses(), torch.ones(1, 2), [], mixed_passes.recorder.counts
+    losses = {"c": lambda: critic(x), "g": lambda: critic(generator(x))}
+    for turn in turns * count:
+        what, name = turn.split()
+        if what == "pass":
+            looked.begins(list(steps.values()), training._is_cleared)
+            losses[name]().sum().backward()
+            passes.backwards += 1
+            looked.ends(turn)
+        elif what == "step":
+            steps[name].step()
+            given = looked.stepped(steps[name], turn)
+            told += [given] * (name == "c")
+        else:
+            steps[name].zero_grad()
+    return told
+
+
+def test_gradients_that_an_optimizer_keeps_from_the_pass_of_another_are_seen():
+    late = mixed("pass c", "step c", "clear c", "pass g", "step g", "clear g")
+    kept = {"at": "pass g", "own_at": "pass c", "used_at": "step g", "alone": True}
+    assert (late[0], *late[1:]) == (None, *[kept] * 11)
+    first = mixed("pass g", "step g", "clear g", "pass c", "step c", "clear c")
+    assert first == [kept] * 12
+    assert set(mixed("clear c", "pass c", "step c", "clear g", "pass g", "step g")) == {None, False}
+    assert set(mixed("pass g", "step g", "step c", "clear c", "clear g")) == {None}  # one pass for both
+    both = mixed("pass g", "step g", "pass g", "step c", "clear c", "clear g")
+    assert {each["alone"] for each in both} == {None}  # the last pass reaches both
+
+
+def test_steps_that_add_gradients_of_the_loss_of_another_optimizer_are_a_warning():
+    def found(*turns):
+        script = Script().optimizer()
+        for turn in turns:
+            script.step(mixed=turn)
+        return script.found("LS408")
+
+    told = {"at": at(64), "own_at": at(58), "used_at": at(65)}
+    (finding,) = found(None, told, told, told)
+    assert (finding.where.line, finding.ranks, "train.py:65" in finding.evidence) == (58, (0, 1), True)
+    assert found(None, told, told) == found(None, told, told, told, False) == found(None, False, False) == []
+    assert found(told, told, told) == []  # a shared part that is meant to add up several passes
+    assert len(found(*[told | {"alone": True}] * 3)) == 1

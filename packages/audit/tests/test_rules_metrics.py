@@ -1,5 +1,8 @@
 """Rules on means of means, metrics of one rank, orders, and files of which others read too early or too little."""
 
+import torch
+
+from lockstep_audit.observe import quotients
 from packages.audit.tests.made_events import Script, at, dealt, parts
 from packages.audit.tests.test_rules_rest import first_run, second_run
 
@@ -34,6 +37,45 @@ def test_shares_of_unequal_numbers_of_samples_are_a_warning():
     assert accuracy(50, 0.9).found("LS604") == []
     assert accuracy(lambda rank: 51 - rank, 0.3571).found("LS604") == []  # no share of so many samples
     assert accuracy(lambda rank: 51 - rank, 45.0).found("LS604") == []  # a count
+
+
+def test_quotients_of_counts_that_are_divided_by_hand_are_recognized():
+    quotients.forget()
+    read = lambda tensor: quotients.read(tensor)(tensor.tolist(), None)  # noqa: E731
+    assert quotients.read(torch.tensor(3)) is None  # in training
+    with torch.no_grad():
+        for batch in ([20, 5, 8], [40, 2, 1]):
+            read(torch.tensor(batch))
+        read(torch.tensor(0.37))  # a loss
+    single, double = torch.float32, torch.float64
+    f1 = 2 * 20 / (2 * 20 + 5 + 8)
+    assert quotients.divisors(f1, double)["2 -6 / (2 -6 + -5 + -4)"] == 53
+    assert "-3 / (-3 + -2)" in quotients.divisors(float(torch.tensor(40 / 42)), single)
+    assert quotients.divisors(f1 + 1e-5, single) == {}
+    assert quotients.divisors(0.0, single) is None
+    quotients.forget()
+    assert quotients.divisors(f1, double) is None
+
+
+def test_quotients_of_counts_whose_divisors_differ_are_a_warning():
+    def averaged(*turns, **keys):
+        script = Script()
+        for value, by in turns:
+            reduced(script, value=value, by_hand=by, **keys)
+            script.steps[0] = script.steps[1] = script.steps[0] + 1
+        return script.found("LS604")
+
+    value = 0.4943
+    uneven = (value, lambda rank: {"f1": 40 + 4 * rank, "other": 12})
+    (finding,) = averaged((value, lambda rank: {"f1": 40 + 4 * rank}), (value, {"f1": 44}))
+    assert "40 on rank 0, 44 on rank 1" in finding.evidence
+    assert averaged((value, {"accuracy": 50})) == averaged(uneven, uneven) == []  # it may be the other, which is right
+    assert averaged((value, lambda rank: {f"chance {rank}": 40 + rank})) == []
+    assert averaged(uneven, (value, {})) == []
+    assert len(averaged(uneven, (1.0, None), (value, {"f1": 40}))) == 1
+    assert averaged(uneven, (value, {"f1": 40}), reduce_op="MAX") == []
+    simple = [(1 / number, lambda rank: {"f1": 40 + 4 * rank}) for number in (2, 3)]
+    assert (len(averaged(simple[0])), len(averaged(*simple))) == (0, 1)
 
 
 def test_a_metric_that_lightning_logs_for_one_rank_is_a_warning():

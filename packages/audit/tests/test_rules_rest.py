@@ -34,6 +34,20 @@ def test_buffers_that_differ_at_an_evaluation_are_a_warning():
     assert buffers(str, ranks=0).ids() == set()  # only rank 0 evaluates
 
 
+def test_buffers_of_a_frozen_part_that_differ_are_named_where_it_is_set_to_train_mode(tmp_path):
+    (file := tmp_path / "train.py").write_text("trainer.train()\nnet.train(False)\nmodel.train()\n")
+
+    def line(frozen):
+        script = Script()
+        script.events[-1]["frozen"] = script.events[-2]["frozen"] = frozen
+        script.add(
+            "buffers", at=[str(file), 2, "main"], model=0, digests=lambda rank: {"teacher.1.running_mean": str(rank)}
+        )
+        return script.found("LS602")[0].where.line
+
+    assert (line(["teacher.1.weight"]), line(["head.weight"])) == (3, 2)
+
+
 def test_means_of_whole_numbers_are_named():
     def mean(rounded):
         keys = {"op": "all_reduce", "dtype": "torch.int64", "shape": [], "group": "0", "sequence": 0}

@@ -1,5 +1,8 @@
 """Rules on how data are dealt to ranks and workers, and on noise."""
 
+import pytest
+
+from lockstep_audit.rules import flows, sources
 from packages.audit.tests.made_events import Script, at, dealt, parts, whole
 
 
@@ -155,6 +158,45 @@ def test_noise_that_is_equal_on_all_ranks_is_a_warning():
     ]
     assert [script.found("LS111") for script in right] == [[], [], [], []]
     assert noise(lambda rank, number: str(number)).epoch(whole()).found("LS101") != []
+
+
+@pytest.mark.parametrize(
+    ("lines", "takes"),
+    [
+        ("z = torch.randn(8)\nz = z.narrow(0, rank * 4, 4)", True),
+        ("z = torch.randn(8)\nfirst = rank * 4\nx = z[first : first + 4]", True),
+        ("x = data[torch.randint(0, 9, (8,))].chunk(2)[dist.get_rank()]", True),
+        ("z = local(torch.randn(8), rank)\ndef local(x, number):\n    return x[number::2]", True),
+        ("z = torch.randn(8)\nclass A:\n    def take(self):\n        return z[self.rank]", True),
+        (
+            "def draw():\n    while True:\n        yield {'z': torch.randn(8)}\nfor z in islice(draw(), rank, None): 1",
+            True,
+        ),
+        ("self.z = torch.randn(8)\nz, y = self.z[rank::2], 3", True),
+        ("for x in data:\n    x = x[rank::2]\n    x = x + torch.randn_like(x)", False),
+        ("x = mine(data)\nx += torch.randn(8)\ndef mine(x):\n    return x[rank::2]", False),
+        ("x = data[rank::2] + torch.randn(8)\nx = gather(model(x))[rank]", False),
+    ],
+)
+def test_rows_of_what_all_ranks_draw_are_no_noise(lines, takes, tmp_path):
+    (script := tmp_path / "train.py").write_text(lines)
+    row = next(number for number, line in enumerate(lines.splitlines(), 1) if "torch.rand" in line)
+    assert flows.takes_rows_of_rank(str(script), row) is takes
+
+
+@pytest.mark.parametrize(
+    ("lines", "row"),
+    [
+        ("rank = 0\ntorch.manual_seed(seed)\nenv = Env(seed=seed)", 2),
+        ("def seed_all(seed):\n    random.seed(seed)\nseed_all(args.seed)", 3),
+        ("def seed_all(seed):\n    random.seed(seed)\nseed_all(args.seed + rank)", None),
+        ("random.seed(4)\ntorch.manual_seed(4 + dist.get_rank())", None),
+        ("data = draw(default_rng(1))\ng = torch.Generator().manual_seed(2)", None),  # it may make the data set
+    ],
+)
+def test_the_line_that_seeds_all_ranks_alike_is_found(lines, row, tmp_path):
+    (script := tmp_path / "train.py").write_text(lines)
+    assert sources.seeds_alike(str(script)) == row
 
 
 def test_shares_by_hand_that_stay_the_same_in_all_epochs_are_compared():

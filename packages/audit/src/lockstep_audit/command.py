@@ -139,13 +139,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--nproc", type=whole, default=2, metavar="N", help="ranks on this machine (default: 2)")
     add("--every", type=whole, default=50, metavar="K", help="look closely at every K-th step (default: 50)")
     patience = _at_least_one(float)
-    add(
-        "--patience",
-        type=patience,
-        default=60.0,
-        metavar="S",
-        help="seconds without progress that count as a hang (default: 60)",
-    )
+    what = "seconds without progress that count as a hang (default: 60)"
+    add("--patience", type=patience, default=60.0, metavar="S", help=what)
     probe = argparse.BooleanOptionalAction
     add("--probe", action=probe, default=True, help="read a few samples at the end (default: --probe)")
     add("--format", choices=FORMATS, default="text", help="format of the report (default: text)")

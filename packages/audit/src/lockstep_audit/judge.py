@@ -90,11 +90,8 @@ def _why_inconclusive(history: EventHistory) -> tuple[str, str]:
 def _read(folder: Path) -> EventHistory:
     found = EventHistory(events.read(folder))
     if not found.events:
-        raise AuditUsageError(
-            "contains no events of an audit",
-            where=str(folder),
-            remedy="name a folder that `lockstep-audit --folder` wrote; a script without torch writes no events",
-        )
+        remedy = "name a folder that `lockstep-audit --folder` wrote; a script without torch writes no events"
+        raise AuditUsageError("contains no events of an audit", where=str(folder), remedy=remedy)
     return found
 
 

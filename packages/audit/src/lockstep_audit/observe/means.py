@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep_audit.observe import digests, gathered_evaluation, places, torch_state
+from lockstep_audit.observe import digests, gathered_evaluation, places, quotients, torch_state
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -146,6 +146,7 @@ def forget() -> None:
     _curved.clear()
     _quotients.clear()
     _spreads.clear()
+    quotients.forget()
 
 
 _ratios: list[tuple[torch.Tensor, float | list[float]]] = []
@@ -298,8 +299,9 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
         return _spread_of(tensor) if tensor.device.type == "cpu" and not tensor.requires_grad else {}
     value = float(tensor)
     told = {"value": value}
-    quotients = [by for result, by in _ratios if _is(result, value)]
-    told |= {"ratio_of": quotients[-1]} if quotients else {}
+    ratios = [by for result, by in _ratios if _is(result, value)]
+    told |= {"ratio_of": ratios[-1]} if ratios else {}
+    told["by_hand"] = quotients.divisors(value, tensor.dtype)
     curved = [name for result, name in _curved if value and _is(result, value)]
     told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else _spread_of(tensor)
     for line in _means.values():

@@ -13,6 +13,7 @@ import torch
 
 from lockstep_audit.observe import calls, digests, gathers, means, places, torch_state, vocabularies
 from lockstep_audit.observe.gradients import gradients
+from lockstep_audit.observe.mixed_passes import mixed_passes
 from lockstep_audit.observe.recorder import After, recorder
 
 _SCALING = ("MulBackward0", "DivBackward0")
@@ -39,6 +40,8 @@ backwards: list[dict[str, Any]] = []
 clips: list[tuple[int, dict[str, Any]]] = []
 at_sampled: list[Callable[[], None]] = []
 """Called before a backward pass that is examined."""
+at_first: list[Callable[[], None]] = []
+"""Called before each backward pass."""
 reduced: list[tuple[Any, dict[str, Any]]] = []
 """Autograd functions whose results the script summed over ranks in place since the last backward pass: torch passes
 their gradients on as if nothing had happened."""
@@ -81,6 +84,8 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Afte
             told["cleared_at"] = gradients.cleared_at if told["discarded"] else None
         for function in at_sampled:
             function()
+    for function in at_first:
+        recorder.guard("passes of several optimizers", function)
     means.forget()
     reduced.clear()
 
@@ -92,6 +97,7 @@ def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> Afte
         if error is None:
             recorder.counts.backwards += 1
             backwards.append(told)
+            recorder.guard("passes of several optimizers", mixed_passes.ends, told["at"])
             if len(backwards) > _MOST:
                 backwards.pop(0)
                 state.first += 1

@@ -31,6 +31,7 @@ from lockstep_audit.observe import (
     models,
     module_creation,
     orders,
+    quotients,
     samplers,
     schedules,
     splits,
@@ -62,7 +63,7 @@ Observer = Callable[..., After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
 _FABRIC = ("lightning.fabric", "lightning_fabric")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
-_TUNING = ("callbacks.finetuning", "BaseFinetuning")
+_TUNING = "callbacks.finetuning"
 _SLOW = ("transformers", "datasets", "sklearn", "torchmetrics")
 _METRICS = ("sklearn.metrics", "torchmetrics.functional", "torchmetrics.functional.classification")
 _TASKS = ("", "binary_", "multiclass_", "multilabel_")
@@ -103,10 +104,8 @@ def _patches() -> list[Patch]:
         Patch("sklearn.model_selection._split", "train_test_split", splits.arrays_split, ("sklearn.model_selection",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", samplers.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", calls.mode_set),
-        *(
-            Patch("torch.nn.modules.module", f"Module.{name}", module_creation.made)
-            for name in ("__init__", "__setstate__")
-        ),
+        Patch("torch.nn.modules.module", "Module.__init__", module_creation.made),
+        Patch("torch.nn.modules.module", "Module.__setstate__", module_creation.made),
         *(Patch(*owner, module_creation.freed) for owner in _FREED),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
         Patch(ddp, "DistributedDataParallel.forward", calls.forward),
@@ -147,6 +146,7 @@ def _patches() -> list[Patch]:
     found += [Patch("numpy.random", name, splits.ordered) for name in ("permutation", "shuffle")]
     found += [Patch("random", "shuffle", splits.ordered), Patch("torch", "randperm", splits.ordered)]
     found += [Patch("torch", name, divided, is_frequent=True) for name in ("Tensor.__truediv__", "Tensor.div", "div")]
+    found += [Patch("torch", f"Tensor.{name}", quotients.read, is_frequent=True) for name in quotients.READS]
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]
@@ -167,6 +167,10 @@ def _patches() -> list[Patch]:
     return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", schedules.steps) for name in schedulers]
 
 
+def _of_lightning(module: str, name: str, observer: Observer) -> list[Patch]:
+    return [Patch(f"{package}.{module}", name, observer) for package in _LIGHTNING]
+
+
 def _of_frameworks() -> list[Patch]:
     return [
         Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", gathered),
@@ -177,24 +181,15 @@ def _of_frameworks() -> list[Patch]:
         Patch("accelerate.data_loader", "skip_first_batches", data.first_skipped),
         Patch("accelerate.accelerator", "Accelerator.pad_across_processes", padded),
         Patch("accelerate.accelerator", "Accelerator.load_state", state_loaded),
-        *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
-        *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
+        *_of_lightning("core.module", "LightningModule.log", logged),
+        *_of_lightning("core.module", "LightningModule.all_gather", by_lightning),
         *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
-        *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
-        *(Patch(f"{name}.trainer.trainer", "Trainer.__setattr__", asked) for name in _LIGHTNING),
+        *_of_lightning("trainer.trainer", "Trainer.fit", ran),
+        *_of_lightning("trainer.trainer", "Trainer.__setattr__", asked),
         Patch("transformers.trainer_callback", "TrainerControl.__setattr__", asked),
-        *(
-            Patch(f"{name}.core.module", "LightningModule.unfreeze", module_creation.freed_by_framework)
-            for name in _LIGHTNING
-        ),
-        *(
-            Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", module_creation.callback_made)
-            for name in _LIGHTNING
-        ),
-        *(
-            Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", module_creation.freed_by_framework)
-            for n in _LIGHTNING
-        ),
+        *_of_lightning("core.module", "LightningModule.unfreeze", module_creation.freed_by_framework),
+        *_of_lightning(_TUNING, "BaseFinetuning.__init__", module_creation.callback_made),
+        *_of_lightning(_TUNING, "BaseFinetuning.make_trainable", module_creation.freed_by_framework),
         Patch("transformers.trainer", "Trainer.log", noted),
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),
         Patch("transformers.trainer", "Trainer.train", ran),
@@ -241,15 +236,13 @@ def _without_self(observer: Observer) -> Observer:
     return lambda module, /, *arguments, **named: observer(None, *arguments, **named)
 
 
-def around(
-    name: str, original: Callable[..., Any], observer: Observer, is_frequent: bool = False
-) -> Callable[..., Any]:
+def around(name: str, original: Callable[..., Any], observer: Observer, frequent: bool = False) -> Callable[..., Any]:
     """The function with its observer around it."""
     guard, thread, is_compiling = recorder.guard, recorder.thread, torch.compiler.is_compiling
 
     @functools.wraps(original)
     def observed(*arguments: Any, **named: Any) -> Any:
-        if (is_frequent and recorder.is_stepping) or thread.is_observing or is_compiling():
+        if (frequent and recorder.is_stepping) or thread.is_observing or is_compiling():
             return original(*arguments, **named)
         after = guard(name, observer, *arguments, **named)
         if after is None:

@@ -21,6 +21,7 @@ from lockstep_audit.observe import (
 )
 from lockstep_audit.observe.communication import note_groups
 from lockstep_audit.observe.gradients import gradient_norm, gradients
+from lockstep_audit.observe.mixed_passes import mixed_passes, parameters_of
 from lockstep_audit.observe.objects import Registry
 from lockstep_audit.observe.recorder import After, recorder
 from lockstep_audit.observe.torch_state import has_other_ranks
@@ -92,11 +93,12 @@ def note_cleared() -> None:
 
 def _is_cleared(optimizer: Any) -> bool:
     """True if there are no gradients, or only zeros: checks the first parameters that have one."""
-    found = [p.grad for p in _parameters(optimizer) if p.grad is not None][:2]
+    found = [p.grad for p in parameters_of(optimizer) if p.grad is not None][:2]
     return not any(bool(digests.local(grad).detach().count_nonzero()) for grad in found if grad.layout == torch.strided)
 
 
 passes.at_sampled.append(note_cleared)
+passes.at_first.append(lambda: mixed_passes.begins([each for each, _ in _optimizers.items()], _is_cleared))
 
 
 def optimizer_made(optimizer: Any, *_: Any, **__: Any) -> After:
@@ -120,16 +122,12 @@ def _know(optimizer: Any, at: list[str | int] | None = None) -> Optimizer:
 
 
 def _note_parameters(optimizer: Any, known: Optimizer) -> None:
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         _known_parameters.add(id(parameter))
         gradients.all.put(parameter, None)
         owner = models.owner(parameter)
         if owner is None or not owner[0].how.startswith("fsdp"):
             gradients.parameters.put(parameter, None)
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def step_begins(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -148,10 +146,9 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     known = _know(optimizer)
     at = places.here(frame)
     is_alone = _is_alone() if known.looks else False
-    step = OptimizerStep(
-        optimizer, known, at, frame, recorder.is_sampled(known.index) or is_alone or known.looks_now > 0
-    )
-    step.is_sampled |= known.loops < recorder.counts.loops <= _LOOPS  # something else may have changed parameters
+    is_sampled = recorder.is_sampled(known.index) or is_alone or known.looks_now > 0
+    is_sampled |= known.loops < recorder.counts.loops <= _LOOPS  # something else may have changed parameters
+    step = OptimizerStep(optimizer, known, at, frame, is_sampled)
     known.loops = recorder.counts.loops
     known.looks, known.looks_now = known.looks - is_alone, max(0, known.looks_now - 1)
     _steps.append(step)
@@ -177,7 +174,7 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 
 def _held() -> set[int]:
     """The ids of all parameters that optimizers currently have."""
-    return {id(parameter) for optimizer, _ in _optimizers.items() for parameter in _parameters(optimizer)}
+    return {id(parameter) for optimizer, _ in _optimizers.items() for parameter in parameters_of(optimizer)}
 
 
 def _fresh() -> list[dict[str, Any]]:
@@ -213,7 +210,7 @@ def _ready(step: OptimizerStep) -> None:
         if recorder.rank is None and recorder.is_main:  # one process, without a process group
             recorder.adopt(0)
         _tell_optimizer(step)
-    parameters = _parameters(step.optimizer)
+    parameters = parameters_of(step.optimizer)
     if step.is_sampled and any(told.get("discarded") for told in passes.backwards):
         step.told["rewritten"] = gradients.is_rewritten(parameters) or None
     if gradients.copies and (unused_at := recorder.guard("copies", gradients.take_copies, parameters)):
@@ -279,7 +276,7 @@ def _tell_optimizer(step: OptimizerStep) -> None:
     for model in models.told():
         models.refresh(model)
     _note_parameters(step.optimizer, step.known)
-    parameters = _parameters(step.optimizer)
+    parameters = parameters_of(step.optimizer)
     owners = [models.owner(parameter) for parameter in parameters]
     event: dict[str, Any] = {"at": step.at, "optimizer": step.known.number, "class": type(step.optimizer).__name__}
     event |= {"made_at": step.known.made_at}
@@ -326,6 +323,7 @@ def step_ends(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any])
 def _end(step: OptimizerStep) -> None:
     if not step.is_ready:  # a closure that was never called
         _ready(step)
+    step.told["mixed"] = recorder.guard("passes of several optimizers", mixed_passes.stepped, step.optimizer, step.at)
     _write_step(step)
     step.known.index += 1
     _finished[step.known.number] = step.known.index
@@ -338,7 +336,7 @@ def _end(step: OptimizerStep) -> None:
 def _write_step(step: OptimizerStep, skipped: bool | None = None) -> None:
     known, optimizer = step.known, step.optimizer
     if known.owners is None or step.is_sampled:
-        known.owners = dict.fromkeys(owner[0].number for owner in map(models.owner, _parameters(optimizer)) if owner)
+        known.owners = dict.fromkeys(owner[0].number for owner in map(models.owner, parameters_of(optimizer)) if owner)
     owners = known.owners
     if step.is_sampled and skipped is None:
         step.told |= _digests(optimizer, "parameters")

@@ -60,11 +60,9 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
         lines += [f"inconclusive: {why}", f"  remedy: {remedy}"]
         counts = f"inconclusive, {counts}" if errors or warnings else "inconclusive"
     more = "" if verbose or not outcome.not_exercised else " (-v shows why)"
-    lines.append(
-        f"lockstep-audit: {counts}; {number_of(len(outcome.checked), 'rule')} checked, "
-        f"{len(outcome.not_exercised)} not "
-        f"exercised{more}, {number_of(len(outcome.switched_off), 'finding')} switched off"
-    )
+    checked, off = number_of(len(outcome.checked), "rule"), number_of(len(outcome.switched_off), "finding")
+    counts += f"; {checked} checked, {len(outcome.not_exercised)} not exercised{more}, {off} switched off"
+    lines.append(f"lockstep-audit: {counts}")
     return lines
 
 

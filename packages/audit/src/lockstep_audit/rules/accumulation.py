@@ -11,7 +11,7 @@ from typing import Any
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding
 from lockstep_audit.rules import sources
-from lockstep_audit.rules.facts import each_rank, number_of, passes, place, replicas, rule, steps, uses
+from lockstep_audit.rules.facts import each_rank, line, number_of, passes, place, replicas, rule, steps, uses
 from lockstep_audit.rules.loaders import Iteration, iterations
 
 _NONE = "no step took several backward passes"
@@ -20,6 +20,7 @@ _UNEQUAL = 1.25
 _SAME = 0.01
 _EACH = 0.75
 """At least this share of the backward passes have a batch of their loader."""
+_OFTEN = 3
 _OTHER = ("Add", "Sub")
 """Last operations of a loss that is not only a mean."""
 
@@ -296,16 +297,39 @@ def discarded_gradients(history: EventHistory) -> Iterable[Finding] | str:
             backwards = looked[0]["backwards"]
             last = next(n for n in range(len(backwards) - 1, 0, -1) if backwards[n].get("discarded"))
             at = backwards[last].get("cleared_at") or _cleared_at(backwards[last].get("at"))
-            evidence = (
-                f"gradients of {last} of {len(backwards)} backward passes of a step were gone when the next began, "
-            )
-            evidence += f"with no optimizer step between, in {number_of(len(looked), 'examined step')}"
+            evidence = f"gradients of {last} of {len(backwards)} backward passes of a step were gone when the next "
+            evidence += f"began, with no optimizer step between, in {number_of(len(looked), 'examined step')}"
             cause = "gradients are cleared before each micro-batch, or before the last one, instead of after a step"
             if uses(history, "accelerate") and len(backwards) - last == 1:
                 cause += ": inside accumulate(), Accelerate's zero_grad() acts only at the last micro-batch"
             remedy = "call optimizer.zero_grad() right after optimizer.step(), and nowhere else"
             findings.append(Finding("LS406", place(at), evidence, cause, remedy, (rank,), looked[0]["step"]))
     return findings if seen else "no examined step took several backward passes"
+
+
+@rule("LS408", "mixed-gradients", "a step adds gradients of another optimizer's loss", "warning")
+def mixed_gradients(history: EventHistory) -> Iterable[Finding] | str:
+    """A backward pass for one optimizer that leaves gradients in the parameters of another, such as a GAN's critic."""
+    findings: dict[Any, Finding] = {}
+    seen = False
+    for by_rank in steps(history).values():
+        for rank, by_index in by_rank.items():
+            events = [by_index[index] for index in sorted(by_index)]
+            known = [event for event in events if event.get("mixed") is not None]
+            told = [event["mixed"] for event in known]
+            seen = seen or bool(told)
+            is_always = len(told) >= _OFTEN and all(told)
+            is_first_clean = bool(events) and events[0].get("mixed") is None  # else all passes may belong to the step
+            if is_always and (is_first_clean or all(each.get("alone") for each in told)):
+                first, at = told[0], place(told[0]["own_at"])
+                evidence = f"in {number_of(len(told), 'step')}, the gradients held those of the backward pass at "
+                evidence += f"{line(first['at'])}, which the optimizer that steps at {line(first['used_at'])} had used"
+                cause = "that pass also reaches this optimizer's parameters, and nothing clears them afterwards"
+                remedy = "call this optimizer's zero_grad() right before its backward pass, or freeze its parameters "
+                remedy += "with requires_grad_(False) during the other one"
+                ranks = (*findings[at].ranks, rank) if at in findings else (rank,)
+                findings[at] = Finding("LS408", at, evidence, cause, remedy, ranks, known[0]["step"])
+    return list(findings.values()) if seen else "no backward pass reached the parameters of two optimizers"
 
 
 def _discards(event: Event) -> bool:

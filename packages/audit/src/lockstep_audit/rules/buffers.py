@@ -36,10 +36,8 @@ def overwritten(history: EventHistory) -> list[Finding]:
         for at in sorted(lines.values()):
             names = [name for name, (file, _) in lines.items() if file == at[0]]
             step, ranks = apart[names[0]][0], tuple(by_step[apart[names[0]][0]])
-            evidence = (
-                f"when the forward pass of step {step} began, {number_of(len(names), 'buffer')} differed between "
-            )
-            evidence += f"{named(ranks)}: {some(names)}"
+            evidence = f"when the forward pass of step {step} began, {number_of(len(names), 'buffer')} differed "
+            evidence += f"between {named(ranks)}: {some(names)}"
             cause = "a layer computes them from its rank's batch, and DistributedDataParallel overwrites them "
             cause += "with those of rank 0 at the next forward pass: the data of other ranks never count"
             remedy = "all_reduce the layer's sums before it updates the buffers"
@@ -80,10 +78,8 @@ def initial_statistics(history: EventHistory) -> Iterable[Finding] | str:
         made = (copy.get("made_from") or [copy.get("at")])[0]
         names, at = copy["initial"], line(copy.get("at"))
         counted = number_of(len(names), "normalization", "has", "have")
-        evidence = (
-            f"in the {copy['class']} that {at} calls, {counted} a mean of 0 and a variance of 1, like a new layer "
-        )
-        evidence += f"({some(names)}); its weights have changed, and so have the trained model's statistics"
+        evidence = f"in the {copy['class']} that {at} calls, {counted} a mean of 0 and a variance of 1, like a new "
+        evidence += f"layer ({some(names)}); its weights have changed, and so have the trained model's statistics"
         cause = "the copy follows the parameters of the trained model, and not its buffers"
         remedy = "also copy the buffers: for a, b in zip(ema.buffers(), model.buffers()): a.copy_(b)"
         ranks = tuple(sorted({rank for rank, _ in events}))
@@ -119,9 +115,7 @@ def _written_at(event: Event, name: str) -> tuple[str, int] | None:
 def _changes(path: str, key: str) -> Iterator[tuple[bool, int, str]]:
     """Statements of a file that compute a new `self.KEY` from the old: (by another function, line, text)."""
     assigned = [node for node in nodes(path) if isinstance(node, ast.Assign)]
-    made = {
-        t.id for node in assigned for t in node.targets if isinstance(t, ast.Name) and _uses(node.value, key, set())
-    }
+    made = {t.id for n in assigned for t in n.targets if isinstance(t, ast.Name) and _uses(n.value, key, set())}
     for node in nodes(path):
         if isinstance(node, ast.AugAssign):
             is_own, is_given = _is_of(node.target, key), False

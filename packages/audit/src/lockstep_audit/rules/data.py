@@ -8,7 +8,8 @@ from itertools import combinations
 from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
-from lockstep_audit.findings import Finding
+from lockstep_audit.findings import Finding, SourceLine
+from lockstep_audit.rules import sources
 from lockstep_audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep_audit.rules.loaders import Iteration, Iterations, iterations, restored
 from lockstep_audit.rules.shares import probes, same_noise
@@ -119,7 +120,7 @@ def _same_inputs(history: EventHistory, groups: list[tuple[int, ...]]) -> list[F
             first = digests[group[0]]
             if len(first) >= _FEW_INPUTS and len(set(first)) == len(first) and not differ(digests):
                 drawn = [each.where for each in same_noise(history) if isinstance(each, Finding)]
-                at = drawn[0] if drawn else place(by_rank[group[0]][0].get("at"))
+                at = drawn[0] if drawn else _seeded(place(by_rank[group[0]][0].get("at")))
                 evidence = f"the inputs of the model were equal on {named(group)} in "
                 evidence += f"each of the first {len(first)} steps, and changed from step to step"
                 cause = "the script draws its batches with the same seed on all ranks"
@@ -127,6 +128,12 @@ def _same_inputs(history: EventHistory, groups: list[tuple[int, ...]]) -> list[F
                 begins = {rank: by_rank[rank][0] for rank in group}
                 return [_resumed(history, Finding("LS101", at, evidence, cause, remedy, group, 0), begins)]
     return []
+
+
+def _seeded(where: SourceLine | None) -> SourceLine | None:
+    """The line of a file that gives all ranks the same seed; else the given line."""
+    row = sources.seeds_alike(where.file) if where else None
+    return where._replace(line=row, function="") if where and row else where
 
 
 def _resumed(history: EventHistory, finding: Finding, begins: dict[int, Event]) -> Finding:

@@ -133,9 +133,8 @@ def after_joins(history: EventHistory) -> Iterator[Divergence]:
     if any(history.of("hand_average", "hook")) or not any(history.of("join")):
         return
     turns = [by_rank for epochs in iterations(history).values() for epoch, by_rank in epochs.items() if epoch]
-    for (by_rank, group), its in itertools.product(
-        itertools.product(steps(history).values(), replicas(history, "ddp")), turns
-    ):
+    groups = replicas(history, "ddp")
+    for by_rank, group, its in itertools.product(steps(history).values(), groups, turns):
         firsts = dict[int, Event]()
         for rank in group if {*group} <= {*by_rank} & {*its} else ():
             later = [e for e in by_rank[rank].values() if e["number"] > its[rank].begin["number"]]
@@ -178,9 +177,8 @@ def hooked(history: EventHistory) -> bool:
 def _meet(history: EventHistory, divergence: Divergence) -> bool:
     """True if the parameters of wrapped models are equal at the end of the script, and some of them had diverged."""
     ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in divergence.ranks}
-    known = {
-        name for told in ends.values() for each in (told or {}).values() if isinstance(each, dict) for name in each
-    }
+    models = [each for told in ends.values() for each in (told or {}).values()]
+    known = {name for each in models if isinstance(each, dict) for name in each}
     is_other = known and divergence.parameters and not known & {*divergence.parameters}
     return len(ends) == len(divergence.ranks) and all(ends.values()) and not differ(ends) and not is_other
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
@@ -20,6 +21,7 @@ _UNEQUAL = 1.25
 _OFF = 0.01
 """A short last batch counts if it changes a mean by more than this."""
 _WHOLE = 1e-6
+_SEVERAL, _DIVISOR = 4, 20
 _FEW = 12
 """A file with at most this many lines may have as many as there are samples by chance."""
 _WAITS = ("barrier", "monitored_barrier")
@@ -54,9 +56,7 @@ def eval_duplicates(history: EventHistory) -> Iterable[Finding] | str:
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or remove the repeated samples"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
             gathers = list(history.of("gather", rank=first.begin["rank"]))
-            if any(
-                sources.cuts(file) for file in {at.file if at else "", *((g.get("at") or [""])[0] for g in gathers)}
-            ):
+            if any(map(sources.cuts, {at.file if at else "", *((g.get("at") or [""])[0] for g in gathers)})):
                 continue
             for gather in gathers:
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
@@ -115,14 +115,25 @@ def eval_buffers_differ(history: EventHistory) -> Iterable[Finding] | str:
         of_one = next(iter(digests.values()))
         names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names:
-            evidence = (
-                f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: {facts.some(names)}"
-            )
+            evidence = f"{number_of(len(names), 'buffer', 'differs', 'differ')} between {named(digests)}: "
+            evidence += facts.some(names)
             cause = "each rank holds the statistics of its batches since the last training forward pass"
             remedy = "broadcast the buffers of rank 0 before an evaluation, or use torch.nn.SyncBatchNorm"
             at, step = place(first.get("at")), first["step"]
+            if _are_frozen(names, wraps[first["rank"], first["model"]].get("frozen") or ()):
+                cause = "train() of the whole model also sets its frozen part to train mode: its dropout is active and "
+                cause += "its statistics change"
+                remedy = "call eval() of the frozen part after each train() of the model, or override train() there"
+                rows = sources.sets_train(at.file) if at else []
+                at = SourceLine(at.file, rows[0], "") if at and rows else at
             findings.append(Finding("LS602", at, evidence, cause, remedy, tuple(digests), step))
     return findings if by_turn else "no wrapped model with buffers was evaluated after training"
+
+
+def _are_frozen(buffers: list[str], frozen: Iterable[str]) -> bool:
+    """True if all of these buffers belong to layers with frozen parameters."""
+    layers = {name.rpartition(".")[0] for name in frozen}
+    return all(name.rpartition(".")[0] in layers for name in buffers)
 
 
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
@@ -178,8 +189,10 @@ def mean_of_means(history: EventHistory) -> Iterable[Finding] | str:
             key = (*(event.get("at") or ["?", 0, ""]), event["step"])
             turns.setdefault((*key, numbers[key, event["rank"]]), {})[event["rank"]] = event
             numbers[key, event["rank"]] += 1
-    for (file, row, function, step, _), firsts in turns.items():
+    by_hand = _unequal_by_hand(turns) if _is_of_one(history) else {}
+    for (file, row, function, step, number), firsts in turns.items():
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
+        words = words or by_hand.get((file, row, function, step, number))
         if words:
             file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add up the sums and counts of all batches and ranks, and divide once"
@@ -206,12 +219,39 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     return None
 
 
+def _is_of_one(history: EventHistory) -> bool:
+    """True if ranks train one model: not one for each fold, or for each rank."""
+    return bool(replicas(history)) and not any(history.of("hand_average"))
+
+
+def _unequal_by_hand(turns: dict[tuple[Any, ...], dict[int, Event]]) -> dict[tuple[Any, ...], str]:
+    """Quotients of counts, the same for all ranks and turns of a line, whose divisors differ in a turn, such as F1."""
+    lines: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
+    for key, firsts in turns.items():
+        is_sum = all(e.get("reduce_op") in ("SUM", "AVG") and "by_hand" in e for e in firsts.values())
+        if is_sum and len(firsts) > 1:
+            lines[key[:3]].append(key)
+    found = {}
+    for keys in lines.values():
+        told = {key: {rank: event["by_hand"] for rank, event in turns[key].items()} for key in keys}
+        ways = set.intersection(*(set(by) for ranks in told.values() for by in ranks.values()))
+        values = {(rank, event["value"]) for key in keys for rank, event in turns[key].items()}
+        rests = [abs(Fraction(value).limit_denominator(_DIVISOR) - value) for _, value in values]
+        if len(values) < _SEVERAL and min(rests) < _WHOLE:
+            continue  # by chance, many pairs of counts have the quotient 2 / 3
+        apart = {w: [k for k, ranks in told.items() if differ({r: by[w] for r, by in ranks.items()})] for w in ways}
+        if apart and all(apart.values()):
+            way, unequal = next(iter(apart.items()))
+            shown = each_rank({rank: by[way] for rank, by in told[unequal[0]].items()})
+            found[unequal[0]] = f"each rank contributes its own quotient of counts, which was divided by {shown}"
+    return found
+
+
 def _unequal_ratios(history: EventHistory, firsts: dict[int, Event]) -> str | None:
     """Accuracies, as numbers between 0 and 1, over unequal numbers of samples."""
     curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
     ops = {event.get("reduce_op") for event in firsts.values()}
-    is_of_one = replicas(history) and not any(history.of("hand_average"))  # not folds, or models of ranks
-    is_of_one = is_of_one or {*curves.values()} <= {"exp", "sqrt", "std", "var"}
+    is_of_one = _is_of_one(history) or {*curves.values()} <= {"exp", "sqrt", "std", "var"}
     curves = curves if ops <= {"SUM", "AVG", None} and is_of_one else {}
     if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
         name = next(iter(curves.values()))
@@ -261,9 +301,8 @@ def metric_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
                 remedy = "call accelerator.gather_for_metrics on the inputs of the metric"
             if name in deciding:
                 cause = "each rank has the metric of its shard, so ranks may choose different best checkpoints"
-            findings.append(
-                Finding("LS605", SourceLine(file, row, function), evidence, cause, remedy, tuple(by_rank), None)
-            )
+            at = SourceLine(file, row, function)
+            findings.append(Finding("LS605", at, evidence, cause, remedy, tuple(by_rank), None))
     parts, seen = _parts_apart(history)
     parts, is_known = [*parts, *_statistics(history)], seen or any(history.of("log"))
     return [*findings, *parts] if is_known else "no evaluation of data that a sampler deals to ranks"
@@ -346,10 +385,8 @@ def predictions_of_one_rank(history: EventHistory) -> Iterable[Finding] | str:
                 continue
             it = by_rank[rank]
             samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
-            evidence = (
-                f"{os.path.basename(path)}, which {named([rank])} wrote at {facts.line(save.get('at'))}, has {lines} "
-            )
-            evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the samples of "
+            evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {facts.line(save.get('at'))}, has "
+            evidence += f"{lines} lines{', one of them a header' * (lines > samples)}: as many as the samples of "
             evidence += f"{named([rank])}, but the data set has {size}"
             cause = "no collective gathers the results of the other ranks, and they wrote no file"
             remedy = "dist.all_gather_object the rows before one rank writes them, or write a file for each rank"

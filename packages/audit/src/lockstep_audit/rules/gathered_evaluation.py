@@ -81,9 +81,7 @@ def _rows(gather: Event) -> int | None:
     return found
 
 
-def _use(
-    history: EventHistory, gather: Event, by_rank: dict[int, Iteration], rows: dict[tuple[int, Any], int]
-) -> str | None:
+def _use(history: EventHistory, gather: Event, by_rank: dict[int, Iteration], rows: dict[Any, int]) -> str | None:
     """What the script did with the rows gathered in the order of ranks, or shuffled: compare or write them."""
     size, world = by_rank[min(by_rank)].begin["dataset_size"], len(by_rank)
     is_shuffled = _is_shuffled(by_rank)

@@ -126,13 +126,8 @@ def gives_data(path: str, names: Iterable[str]) -> list[int]:
     """Lines outside constructors that set the values of one of these parameters: `self.scale.data = ...`."""
     ends = tuple("." + ".".join(name.split(".")[-2 if name.endswith(("weight", "bias")) else -1 :]) for name in names)
     made = [n for n in sources.nodes(path) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    given = [
-        (n.lineno, t)
-        for n in sources.nodes(path)
-        if isinstance(n, ast.Assign)
-        for t in n.targets
-        if getattr(t, "attr", "") == "data"
-    ]
+    assigned = [n for n in sources.nodes(path) if isinstance(n, ast.Assign)]
+    given = [(n.lineno, t) for n in assigned for t in n.targets if getattr(t, "attr", "") == "data"]
     found = [row for row, t in given if isinstance(t, ast.Attribute) and ast.unparse(t.value).endswith(ends)]
     return sorted(row for row in found if not any(f.lineno <= row <= (f.end_lineno or 0) for f in made))
 
@@ -144,9 +139,8 @@ def _other_rates(divergence: Divergence) -> bool:
 
 def _optimizers(history: EventHistory, divergence: Divergence) -> dict[int, Event]:
     """The first events of the optimizer whose step diverged, by rank."""
-    told = [
-        e for e in history.of("optimizer") if e["optimizer"] == divergence.events.get(e["rank"], {}).get("optimizer")
-    ]
+    own = divergence.events
+    told = [e for e in history.of("optimizer") if e["optimizer"] == own.get(e["rank"], {}).get("optimizer")]
     return {event["rank"]: event for event in reversed(told)}
 
 
@@ -157,6 +151,7 @@ def _parted(history: EventHistory, divergence: Divergence) -> Finding:
     reduced, optimizers = next(history.of("hand_reduce"), None), _optimizers(history, divergence)
     told = {rank: optimizers.get(rank, {}).get("initial") for rank in divergence.ranks}
     initial = {rank: each and [each.get(name) for name in divergence.parameters] for rank, each in told.items()}
+    is_early = divergence.first.get("index") == 0
     if reduced and divergence.gradients:
         at, cause = reduced.get("at"), "the script's all_reduce left these gradients unequal: ranks exchange others"
         remedy = "all_reduce the gradients of all parameters in the same order on all ranks; use zeros for missing ones"
@@ -171,15 +166,9 @@ def _parted(history: EventHistory, divergence: Divergence) -> Finding:
     elif not divergence.gradients and (write := _written_apart(history, divergence)):
         at, name, ranks = write
         cause = f"{line(_wrapped_at(history, divergence))} had made the ranks equal, and then this line gave {name} "
-        cause += (
-            f"different values on {named(ranks)}" if ranks < {*divergence.ranks} else "different values on each rank"
-        )
+        cause += f"different values on {named(ranks) if ranks < {*divergence.ranks} else 'each rank'}"
         remedy = _WRITES
-    elif (
-        not divergence.gradients
-        and divergence.first.get("index") == 0
-        and (differ(initial) or None in initial.values())
-    ):
+    elif not divergence.gradients and is_early and (differ(initial) or None in initial.values()):
         cause = "at the first step, gradients are equal and parameters are not: they differed before training"
         remedy = "build the models from the same seed, or broadcast the parameters of rank 0 before the first step"
         made = optimizers.get(divergence.ranks[0], {})
@@ -209,10 +198,8 @@ def wrapper_bypassed(history: EventHistory) -> Iterable[Finding] | str:
                 cause = f"DistributedDataParallel does not see {what}, and exchanges no gradients"
                 remedy = "call the wrapped model itself: model(inputs), not model.module(inputs)"
                 remedy += "; move the code that uses its submodules into its forward()" if event.get("part") else ""
-                at, ranks = place(event.get("at")), divergence.ranks
-                findings.append(
-                    Finding("LS202", at, divergence.evidence, cause, remedy, ranks, divergence.first["step"])
-                )
+                at, ranks, step = place(event.get("at")), divergence.ranks, divergence.first["step"]
+                findings.append(Finding("LS202", at, divergence.evidence, cause, remedy, ranks, step))
     return findings if compared else _NOTHING
 
 
@@ -265,10 +252,8 @@ def step_without_sync(history: EventHistory) -> Iterable[Finding] | str:
         at = last.get("unsynced_at") if last.get("unsynced_by_user") else last.get("at")
         bare = [e for e in history.of("optimizer") if e["optimizer"] == divergence.first["optimizer"]]
         if "unsynced_at" in last and not last["unsynced_by_user"] and bare and not bare[0].get("prepared"):
-            at, cause = (
-                bare[0].get("made_at"),
-                "Accelerate did not prepare this optimizer: it steps after each backward",
-            )
+            at = bare[0].get("made_at")
+            cause = "Accelerate did not prepare this optimizer: it steps after each backward"
             remedy = "also pass the optimizer to accelerator.prepare"
         elif any(each.get("flag_set_late") for each in _backwards(divergence)):
             cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag came later"

@@ -27,9 +27,8 @@ def result_unused(history: EventHistory) -> Iterable[Finding] | str:
     findings, ranks = [], tuple(history.ranks)
     for path in {path for path, _ in told}:
         for call, name in _unused(path):
-            event = next(
-                (told[path, row] for row in range(call.lineno, (call.end_lineno or 0) + 1) if (path, row) in told), None
-            )
+            rows = range(call.lineno, (call.end_lineno or 0) + 1)
+            event = next((told[path, row] for row in rows if (path, row) in told), None)
             if event:
                 at = SourceLine(path, call.lineno, event["at"][2])
                 evidence = f"{line(at)} exchanges {name}, which nothing reads afterwards"

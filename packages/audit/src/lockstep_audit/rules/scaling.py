@@ -225,9 +225,7 @@ def _by_sums(history: EventHistory, group: tuple[int, ...]) -> list[Finding]:
                 lines.setdefault(str(term.get("at")), []).append((event, backward, term))
     for turns in lines.values():
         (event, backward, first), numbers = turns[0], {term["divisor"] for *_, term in turns}
-        is_always = len(turns) > 1 and all(
-            term.get("is_once") and 0 < term["of"] < term["divisor"] for *_, term in turns
-        )
+        is_always = len(turns) > 1 and all(t.get("is_once") and 0 < t["of"] < t["divisor"] for *_, t in turns)
         if len(numbers) > 1 or is_always:  # else a coincidence of numbers
             evidence = f"a sum was divided by {first['divisor']:.6g}, the sum of the counts in this step on all ranks"
             cause = f"the wrapper averages gradients over {world} ranks, which divides once more"

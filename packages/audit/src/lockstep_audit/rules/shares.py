@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +11,7 @@ from typing import Any
 
 from lockstep_audit.events import Event, EventHistory
 from lockstep_audit.findings import Finding, SourceLine
-from lockstep_audit.rules import sources
+from lockstep_audit.rules import flows, sources
 from lockstep_audit.rules.facts import differ, each_rank, named, numbered, place, replicas, rule, some
 from lockstep_audit.rules.loaders import Iteration, iterations
 
@@ -26,7 +24,6 @@ _LEAST = 8
 _CLASHES = 1.25
 """Pairs of numbers for each number. Words may share one by chance, if they come from hash(): 600 in 2048 make 1.2."""
 _OF_ALL = ("world", "ranks", "proc", "replica", "shard", "gpus", "nodes")
-_ROWS_OF_RANK = re.compile(r"\)\[[^\]]*rank")
 _NO_GROUP = "no ranks train one model together"
 
 
@@ -390,11 +387,6 @@ def probes(history: EventHistory, dealt: bool = True) -> list[tuple[Event, dict[
     return found
 
 
-def _takes_its_rows(where: SourceLine | None) -> bool:
-    """True if a line that draws takes rows by the rank: each rank keeps its own part of what all draw."""
-    return where is not None and _ROWS_OF_RANK.search(linecache.getline(where.file, where.line)) is not None
-
-
 @rule("LS111", "same-noise", "all ranks draw the same random numbers", "warning")
 def same_noise(history: EventHistory) -> Iterable[Finding] | str:
     """Noise in training that is equal on all ranks: N ranks use the same noise instead of N different ones."""
@@ -405,11 +397,12 @@ def same_noise(history: EventHistory) -> Iterable[Finding] | str:
     findings = []
     for at, drawn in lines.items():
         group = next((group for group in groups if set(group) <= drawn.keys()), None)
-        if group is None or differ({rank: drawn[rank] for rank in group}) or _takes_its_rows(place(at)):
+        if group is None or differ({rank: drawn[rank] for rank in group}):
             continue
         steps = sorted(drawn[group[0]])
         digests = [digest for each in drawn[group[0]].values() for digest in each]
-        if len(steps) >= _FEW_STEPS and steps[-1] - steps[0] < len(steps) and len(set(digests)) == len(digests):
+        is_often = len(steps) >= _FEW_STEPS and steps[-1] - steps[0] < len(steps)
+        if is_often and len(set(digests)) == len(digests) and not flows.takes_rows_of_rank(*at[:2]):
             evidence = f"what this line drew in {len(steps)} successive steps is equal on {named(group)}"
             cause = "the ranks started with the same seed and draw the same numbers"
             remedy = "draw noise from a generator per rank: torch.Generator().manual_seed(seed + rank)"

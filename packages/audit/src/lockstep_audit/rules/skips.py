@@ -40,11 +40,8 @@ def _gaps(history: EventHistory, rank: int) -> Iterable[tuple[int, Event]]:
         left += len(event.get("micro_batches") or ()) - len(event.get("backwards") or ())
         yield left, event
     ends = [event for event in history.of("loader_end", rank=rank) if event.get("backwards")]
-    if (
-        ends
-        and ends[-1].get("is_complete")
-        and not any(e["number"] > ends[-1]["number"] for e in history.of("step", rank=rank))
-    ):
+    last = max((event["number"] for event in history.of("step", rank=rank)), default=0)
+    if ends and ends[-1].get("is_complete") and last <= ends[-1]["number"]:
         yield sum(event["batches"] - event["backwards"] for event in ends), ends[-1]
 
 
@@ -77,9 +74,8 @@ def _told(history: EventHistory, rank: int, event: Event) -> tuple[SourceLine | 
     at = (loop or {}).get("at")
     rows = [found for each in _lasts(passes) for found in left_out(at, each.get("at"), each.get("loss_at"))]
     found = min(rows, default=None)
-    return (SourceLine(found[1], found[2], "") if found else place(at)), told + (
-        f" (the loop of {line(at)})" if found else ""
-    )
+    told += f" (the loop of {line(at)})" if found else ""
+    return (SourceLine(found[1], found[2], "") if found else place(at)), told
 
 
 def _lasts(passes: list[Event]) -> list[Event]:

@@ -216,6 +216,15 @@ def sets_rates(path: str) -> list[int]:
     return sorted(target.lineno for target in targets if "['lr']" in ast.unparse(target))
 
 
+def sets_train(path: str) -> list[int]:
+    """Lines that set a model to train mode: `model.train()`."""
+    calls = [n for n in nodes(path) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    calls = [
+        n for n in calls if name_of(n) == "train" and [each for each in n.args if ast.unparse(each) != "True"] == []
+    ]
+    return sorted(n.lineno for n in calls if "trainer" not in ast.unparse(n.func).lower())
+
+
 def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
     """Lines of calls that change something, judging by their names, below an `if` that tests the rank."""
     branches = [node for node in nodes(path) if isinstance(node, ast.If)]
@@ -236,6 +245,19 @@ def seeds(path: str, name: str) -> list[int]:
     calls = [n for n in nodes(path) if isinstance(n, ast.Call) and name_of(n) in _SEEDING]
     given = {n: [inner for each in n.args for inner in ast.walk(each)] for n in calls}
     return sorted(n.lineno for n, inside in given.items() if name in map(name_of, inside))
+
+
+def seeds_alike(path: str) -> int | None:
+    """The first statement that seeds a generator, such as `torch.manual_seed(seed)`, with what does not name the rank.
+
+    Functions that seed with an argument are excluded, and files in which a statement seeds by rank.
+    """
+    functions = {n.lineno: n for n in nodes(path) if isinstance(n, ast.FunctionDef)}
+    found = [n.value for n in nodes(path) if isinstance(n, ast.Expr) and "seed" in name_of(n.value)]
+    scopes = {n: functions.get(_scope(functions, n.lineno)) for n in found}
+    own = {n: _arguments(scope) if scope else set() for n, scope in scopes.items()}
+    found = [n for n in found if not own[n] & set(map(name_of, ast.walk(n)))]
+    return min((0 if "rank" in ast.unparse(n) else n.lineno for n in found), default=0) or None
 
 
 def deals(path: str, name: str) -> bool:

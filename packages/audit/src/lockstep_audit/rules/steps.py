@@ -34,9 +34,7 @@ def _idle(history: EventHistory, group: tuple[int, ...], by_rank: Indexed) -> li
     first = next((events[min(events)] for rank, events in sorted(by_rank.items()) if rank in group), None)
     if not idle or first is None:
         return []
-    evidence = (
-        f"{named(idle)} made {number_of(passes_of[idle[0]], 'backward pass')} and no step, while others made steps"
-    )
+    evidence = f"{named(idle)} made {number_of(passes_of[idle[0]], 'backward pass')} and no step, while others did"
     remedy = "step on every rank: parameters stay equal because all ranks do the same"
     return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 

@@ -126,9 +126,8 @@ def ways(waiting: Mapping[int, Event]) -> dict[int, SourceLine]:
         if differ(dict(enumerate(frames))):
             is_same = not differ({number: (frame[0], frame[2]) for number, frame in enumerate(frames)})
             is_own = any(event.get("at") and event["at"][0] == frames[0][0] for event in waiting.values())
-            return (
-                dict(zip(stacks, (SourceLine(*frame) for frame in frames), strict=True)) if is_same and is_own else {}
-            )
+            lines = dict(zip(stacks, (SourceLine(*frame) for frame in frames), strict=True))
+            return lines if is_same and is_own else {}
     return {}
 
 

@@ -71,9 +71,7 @@ def state_not_copied(history: EventHistory) -> Iterable[Finding] | str:
     for events in found.values():
         (at, count), first = events[0]["taken"], events[0]
         changed = f"{number_of(count, 'step')} of optimizers" if count else "another load_state_dict"
-        evidence = (
-            f"{line(first.get('at'))} loads a state that has the model's own tensors, which {changed} had changed"
-        )
+        evidence = f"{line(first.get('at'))} loads a state that has the model's own tensors, which {changed} changed"
         cause = "state_dict() returns references, which follow the training: the load changes nothing"
         remedy = "best = copy.deepcopy(model.state_dict())"
         ranks = tuple(sorted({event["rank"] for event in events}))
@@ -129,12 +127,8 @@ def _is_combined(history: EventHistory, look: Event) -> bool:
 def _were_alike(history: EventHistory, look: Look, looks: list[Look]) -> bool:
     """True if replicas had not diverged in training: before a load, after the last step, or at any later time."""
     step, ranks = look[min(look)]["step"], tuple(sorted(look))
-    pairs = [
-        each
-        for by_rank in steps(history).values()
-        if {*ranks} <= {*by_rank}
-        for each in compared_steps(by_rank, ranks, set())
-    ]
+    together = [by_rank for by_rank in steps(history).values() if {*ranks} <= {*by_rank}]
+    pairs = [each for by_rank in together for each in compared_steps(by_rank, ranks, set())]
     if any(pair.parameters and pair.first["step"] < step for pair in pairs):
         return False
     others = [other for other in looks if other is not look and other[min(other)]["step"] >= step]
