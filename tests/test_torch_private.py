@@ -37,6 +37,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d._world": "the audit: which groups a script has made",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a cache that outlives the groups of a process",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all BatchNorms",
+    "torch.nn.modules.batchnorm._NormBase": "the audit: layers with running statistics",
     "torch.nn.modules.instancenorm._InstanceNorm": "the base of all InstanceNorms",
     "torch.numa.binding._maybe_apply_numa_binding_to_current_process": "torchrun alone has public options for it",
     "torch.ops.aten._to_copy": "plans: casts of parameters in a trace",

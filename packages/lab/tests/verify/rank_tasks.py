@@ -1,4 +1,4 @@
-"""Small tasks whose result depends on the number of ranks, each for one reason, and one that is right."""
+"""Small tasks whose result depends on the number of ranks, each for one reason, and two that are right."""
 
 import os
 
@@ -62,14 +62,15 @@ class Counts(Right):
 
 
 class OwnGenerator(Right):
-    """Adds noise to the samples from a generator that no seed of the engine reaches."""
+    """Adds noise to a batch from its own generator, which the engine seeds."""
 
     def __init__(self):
         self.noise = np.random.default_rng(3)
 
-    def prepare(self, sample, epoch, training):
-        inputs, label = sample
-        return (inputs + 0.1 * torch.from_numpy(self.noise.normal(size=6)).float() if training else inputs), label
+    def loss(self, model, batch):
+        inputs, label = batch
+        noise = 0.1 * torch.from_numpy(self.noise.normal(size=inputs.shape)).float()
+        return super().loss(model, (inputs + noise, label))
 
 
 class Unseeded(Right):

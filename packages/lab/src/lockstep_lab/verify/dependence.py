@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import random
 import sys
 import sysconfig
 import zlib
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 import lockstep
@@ -33,7 +31,6 @@ _LIBRARIES = [
     *(str(Path(str(package.__file__)).parent) for package in (lockstep, lockstep_lab)),
 ]
 _OF_MODULES = frozenset(vars(nn.Module()))
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH, _MOST_ITEMS = 3, 1000
 
 
@@ -93,29 +90,17 @@ def state_outside(task: Task, data: Any, model: nn.Module) -> dict[str, str]:
 
 def _described(owner: str, values: Mapping[str, Any]) -> dict[str, str]:
     names = [name for name in values if not name.startswith("__") and name not in _OF_MODULES]
-    return {_named(owner, name, values[name]): "".join(_words(values[name], _DEPTH)) for name in names}
-
-
-def _named(owner: str, name: str, value: Any) -> str:
-    return f"{owner}.{name}, a generator of random numbers" if isinstance(value, _GENERATORS) else f"{owner}.{name}"
+    return {f"{owner}.{name}": "".join(_words(values[name], _DEPTH)) for name in names}
 
 
 def _words(value: Any, depth: int) -> Iterator[str]:
-    """The state of a value as text. Nothing for objects of other types."""
+    """The state of a value as text. Nothing for objects of other types, such as generators, which the engine seeds."""
     if value is None or isinstance(value, bool | int | float | str):
         yield repr(value)
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta:
         yield repr(digest(value.detach()))
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield str(zlib.crc32(np.ascontiguousarray(value).tobytes()))
-    elif isinstance(value, torch.Generator):
-        yield repr(digest(value.get_state()))
-    elif isinstance(value, np.random.Generator):
-        yield repr(value.bit_generator.state)
-    elif isinstance(value, np.random.RandomState):
-        yield repr(value.get_state())
-    elif isinstance(value, random.Random):
-        yield str(hash(value.getstate()))
     elif depth and isinstance(value, Mapping) and len(value) <= _MOST_ITEMS:
         for key, item in value.items():
             yield f"{key!r}:"

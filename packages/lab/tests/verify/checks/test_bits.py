@@ -67,7 +67,6 @@ def test_a_right_task_has_the_same_bits_on_1_to_4_ranks(tmp_path):
 CAUSES = {
     "ReadsRank": ("the rank is read: rank_tasks.py:", "reads RANK"),
     "Counts": ("state outside of the model's buffers", "the model.calls"),
-    "OwnGenerator": ("state outside of the model's buffers", "OwnGenerator.noise, a generator of random numbers"),
     "Unseeded": ("virtual rank 0 had a different batch", "draws numbers that the seed does not determine"),
 }
 
@@ -80,6 +79,11 @@ def test_the_cause_of_other_bits_is_named(kind, tmp_path):
     assert all(words in found.reason for words in CAUSES[kind]), found.reason
     assert "after step 1 " in found.reason
     assert f"{rank_tasks.__file__}:{kind} --checks {'determinism' if kind == 'Unseeded' else 'bits'}" in found.reason
+
+
+@pytest.mark.exhaustive  # the engine's tests show that it seeds such generators
+def test_a_generator_of_the_task_is_seeded_on_any_number_of_ranks(tmp_path):
+    assert verified(tmp_path, "OwnGenerator")["bits"].status == "passed"
 
 
 @pytest.mark.exhaustive  # the check `bits` demands them above
