@@ -1,5 +1,8 @@
 """docs/examples.md has every recipe and every example, with small images."""
 
+import ast
+import importlib.util
+import json
 import re
 
 from lockstep.configs.registry import recipes
@@ -20,3 +23,13 @@ def test_images_are_few_and_small():
     paths = [ROOT / "docs" / (one or other) for one, other in images]
     assert 0 < len(paths) <= 8
     assert not [path.name for path in paths if path.stat().st_size > 60_000]
+
+
+def test_notebooks_import_modules_that_exist():
+    for notebook in (ROOT / "examples").glob("*.ipynb"):
+        cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+        nodes = [node for cell in cells for node in ast.walk(ast.parse("".join(cell["source"])))]
+        found = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        found |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+        assert found
+        assert [name for name in found if importlib.util.find_spec(name) is None] == []
