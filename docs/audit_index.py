@@ -165,7 +165,7 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 - **Coverage.** The audit finds a fault only if the run shows it. For example, ranks with different numbers of
   batches show only if the run reaches the end of an epoch.
 - **Steps.** The audit examines the first 4 steps closely, and then each K-th step (`--every K`). It does not compare
-  parameters in the steps in between. With steps of 30 ms, observing costs 1 to 4 % of the time, and about 10 %
+  parameters in the steps in between. With steps of 30 ms, observing costs 1 to 4 % of the time, and about 15 %
   with `--every 1` ([what it costs](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Otherwise collect the files
   `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read DIR`.

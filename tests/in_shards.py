@@ -1,4 +1,4 @@
-"""Run the tests in three processes for each core, and print the results of one after the other.
+"""Run the tests in two processes for each core, and print the results of one after the other.
 
     python tests/in_shards.py [--record] [paths and options of pytest]
 
@@ -27,12 +27,12 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 DURATIONS = HERE / "durations.json"
-_PER_CORE = 3  # processes: while one waits for its ranks or for a program, another computes
+_PER_CORE = 2  # processes: while one waits for its ranks or for a program, another computes
 IN_MEMORY = Path("/dev/shm")
 COSTLY = HERE / "costly.txt"
-BUDGET_S = 1270.0
-"""Seconds of all tests of `make test`, added up over six processes on two cores: 3.5 minutes each. Importing the tests,
-their start and their reports take the rest of the five minutes that `make test` may take."""
+BUDGET_S = 870.0
+"""Seconds of all tests of `make test`, added up over four processes on two cores: 3.6 minutes each. Imports, starts and
+reports take the rest of the five minutes that `make test` may take."""
 LIBRARIES = ("peft", "pytorch_lightning", "monai", "datasets")
 """Their import takes seconds of each process."""
 ROOM_BYTES = 4 << 30
