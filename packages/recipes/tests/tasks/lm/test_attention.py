@@ -149,6 +149,13 @@ def test_shared_heads_are_copied_only_where_no_fast_kernel_shares_them(monkeypat
     assert seen == [(2, True), (4, False)] * 2
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_shared_heads_are_traced_for_the_graph_of_tensorboard():
+    inputs = [torch.randn(2, heads, 10, 8) for heads in (4, 2, 2)]
+    traced = torch.jit.trace(lambda *heads: attention.attend(*heads, None, True), inputs, check_trace=False)
+    torch.testing.assert_close(traced(*inputs), attention.attend(*inputs, None, True))
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "masked", "width", "shares"),
     [

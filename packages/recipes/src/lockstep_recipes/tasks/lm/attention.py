@@ -149,17 +149,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     Raises:
         UsageError: flash attention was called with numbers that have more than 16 bits.
     """
-    copies = query.shape[1] // key.shape[1]
+    copies = int(query.shape[1] // key.shape[1])  # while torch.jit traces, sizes are tensors
+    shares = copies > 1
     if mask is None or isinstance(mask, Tensor):
-        if copies > 1 and not _shares_heads(value, mask):
-            key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
-        sizes: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **sizes)
+        if shares and not _shares_heads(value, mask):
+            shares, (key, value) = False, (part.repeat_interleave(copies, dim=1) for part in (key, value))
+        options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": shares}
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
     if isinstance(mask, Groups):
         return _by_document(query, key, value, mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast does not know these functions
     if not isinstance(mask, PackedSequences):
-        of_flex = {"block_mask": mask, "enable_gqa": copies > 1}
+        of_flex = {"block_mask": mask, "enable_gqa": shares}
         return _flex(value.device)(query, key, value, **of_flex)  # type: ignore[no-any-return]
     from torch.nn.attention.varlen import varlen_attn
 
@@ -169,7 +170,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
     attention: Any = functools.partial(varlen_attn, window_size=(-1, 0))  # each token sees itself and those before it
-    mixed: Tensor = attention(*flat, *places, enable_gqa=copies > 1).unflatten(0, (len(value), -1)).transpose(1, 2)
+    mixed: Tensor = attention(*flat, *places, enable_gqa=shares).unflatten(0, (len(value), -1)).transpose(1, 2)
     return mixed
 
 
