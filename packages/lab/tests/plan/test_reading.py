@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lockstep.core.errors import DataError
 from lockstep_lab.plan import reading
 from lockstep_lab.plan.estimate import estimate
 from lockstep_lab.plan.inputs import Decoding, Reading, Setting
@@ -56,3 +57,17 @@ def test_images_are_decoded_over_the_whole_data_set():
     images.cache = object()
     assert reading.decoding_of(images) is None
     assert reading.decoding_of([1, 2]) is None
+
+
+def test_damaged_images_are_left_out():
+    class Damaged(Pictures):
+        def decoded(self, index):
+            if index in self.bad:
+                raise DataError("cannot be read", where=f"{index}.png", remedy="repair it")
+            return super().decoded(index)
+
+    images = Damaged()
+    images.bad = {0}
+    assert reading.decoding_of(images).bytes == 90  # of 2, 3 and 4 rows
+    images.bad = {0, 1, 2, 3}
+    assert reading.decoding_of(images) is None

@@ -145,7 +145,7 @@ def _processes(facts: Sequence[Facts], nodes: Nodes) -> PreflightFinding:
         listed = ", ".join(f"rank {rank} is {facts[rank].process}" for rank in ranks[:_SHOWN])
         more = f", and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
         texts.append(f"{listed}{more} on node {nodes.names[first]}")
-    more_nodes = [f"and {len(texts) - _SHOWN} more nodes"] if len(texts) > _SHOWN else []
+    more_nodes = [f"and {number_of(len(texts) - _SHOWN, 'more node')}"] if len(texts) > _SHOWN else []
     return PreflightFinding("processes", Level.OK, "; ".join([*texts[:_SHOWN], *more_nodes]))
 
 

@@ -101,7 +101,7 @@ def _keys(value: Any) -> list[str] | None:
 
 
 _taken: Registry[tuple[list[str | int] | None, tuple[int, int], int]] = Registry()
-"""By the first tensor of a state_dict(): its keys, the steps and loads before it, and how often DCP had loaded."""
+"""By the first tensor of a state_dict(): where it was taken, the steps and loads before it, and those of DCP."""
 _loads: Registry[int] = Registry()
 """By the first parameter of a module: how often other tensors were loaded into it."""
 

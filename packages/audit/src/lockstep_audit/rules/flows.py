@@ -38,6 +38,7 @@ class ValueFlow:
         """Attributes, and functions that return the value."""
         tree = sources.nodes(path)
         scopes = [each for each in tree if isinstance(each, (ast.Module, *_FUNCTIONS))]
+        self._functions = [each for each in scopes if isinstance(each, _FUNCTIONS)]
         self._scopes = {node: scope for scope in scopes for node in sources.own_nodes(scope)}
         stored = [n for n in self._scopes if isinstance(n, ast.arg) or isinstance(getattr(n, "ctx", None), ast.Store)]
         self._local = {(self._scopes[node], getattr(node, "arg", name_of(node))) for node in stored}
@@ -74,8 +75,8 @@ class ValueFlow:
                     self._held[scope, name_of(each)] = min(row, node.lineno)
         if isinstance(node, (ast.Return, ast.Yield)) and node.value and self.holds(node.value):
             self._shared |= {getattr(scope, "name", "")} - {"", "__init__", "__call__", "__iter__", "__next__"}
-        for function in {*self._scopes.values()} if isinstance(node, ast.Call) else ():
-            if isinstance(function, _FUNCTIONS) and function.name == name_of(node):
+        for function in self._functions if isinstance(node, ast.Call) else ():
+            if function.name == name_of(node):
                 names = [each.arg for each in function.args.args if each.arg != "self"]
                 pairs = [*zip(names, node.args, strict=False), *((str(k.arg), k.value) for k in node.keywords)]
                 self._held |= {(function, name): function.lineno for name, value in pairs if self.holds(value)}

@@ -219,9 +219,7 @@ def sets_rates(path: str) -> list[int]:
 def sets_train(path: str) -> list[int]:
     """Lines that set a model to train mode: `model.train()`."""
     calls = [n for n in nodes(path) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
-    calls = [
-        n for n in calls if name_of(n) == "train" and [each for each in n.args if ast.unparse(each) != "True"] == []
-    ]
+    calls = [n for n in calls if name_of(n) == "train" and all(ast.unparse(each) == "True" for each in n.args)]
     return sorted(n.lineno for n in calls if "trainer" not in ast.unparse(n.func).lower())
 
 

@@ -26,7 +26,7 @@ _RESTARTS = 0.02  # of the time
 _SAVES_COST = 0.01  # of the time that saves may take
 _EVALUATIONS_COST = 0.1
 _HOST_BOUND_S = 0.02  # a GPU that needs less time per micro-batch often waits for its host
-_ALL = 0.98  # a run that waits longer than this does not show how fast training is
+_LONGEST_WAIT = 0.98  # a run that waits longer does not show how fast training is
 _CACHES = "0.56 MB for 500x375; data.cache_size=256 reduces larger images first, to 0.26 MB"
 _PICTURES = ("classification", "segmentation", "detection")
 
@@ -203,7 +203,7 @@ def _waiting(figures: Figures) -> Iterator[Advice]:
 def _rates(figures: Figures, wait: float, workers: int) -> list[str]:
     """The samples that training could take in a second, and those that its loading processes deliver."""
     rate, processes = figures.late("train/samples_per_s"), figures.world * max(1, workers)
-    if not rate or wait > _ALL:
+    if not rate or not 0 < wait <= _LONGEST_WAIT:
         return []
     wished = rate / (1 - wait)
     # Without workers, a rank loads only while it waits.
