@@ -26,6 +26,7 @@ ALL |= {  # every step from one check to the next
 KEPT = [
     "ddp 2, weight, before the step 10",
     "ddp 2, weight, before the backward 10",
+    "ddp 2, reduced, before the update 10",
     "ddp 3, weight, before the forward 10",
     "fsdp 2, weight, before the forward 10",
     "fsdp 2, reduced, before the update 10",
@@ -40,6 +41,7 @@ def test_a_bit_that_flips_once_has_the_right_verdict_at_each_moment(tmp_path, na
     strike = {"kind": kind, "moment": moment, "step": step, "rank": rank}
     answers = run_ranks(world, strikes.struck, strike, strikes.settings_for(strategy, world), tmp_path)
     assert answers[rank]["struck"]
+    assert "the watch does not check" not in (tmp_path / "train.log").read_text()
     verdict = cases.verdict_of(tmp_path)
     if right is None:
         assert verdict is None

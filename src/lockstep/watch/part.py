@@ -31,7 +31,7 @@ from lockstep.watch.history import FigureHistory
 from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
-from lockstep.watch.updates import Updates
+from lockstep.watch.updates import Updates, is_of_engine
 from lockstep.watch.verdict import ROUNDING, Noise, Verdict, blamed_on_parts, named
 
 
@@ -138,7 +138,7 @@ class Watch(BuiltInPart):
     def start(self, training: Training) -> None:
         self.tell = training.tell
         hooks = self.run.state.optimizer._optimizer_step_pre_hooks  # private; filled by `register_...`
-        self.sees_exchange = all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks.values())
+        self.sees_exchange = all(map(is_of_engine, hooks.values()))
         if not self.sees_exchange and training.ranks > 1:
             training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
         if self.why_not:

@@ -306,8 +306,12 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     if any(not _steps_as_its_class(member) for member in members):
         return "code has replaced the optimizer's step"
     hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
-    others = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("lockstep.")]
-    return "the optimizer has hooks after its step" if others else ""
+    return "" if all(map(is_of_engine, hooks)) else "the optimizer has hooks after its step"
+
+
+def is_of_engine(hook: Any) -> bool:
+    """Whether a hook is code of Lockstep. A `functools.partial` is judged by its function."""
+    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("lockstep.")
 
 
 def _steps_as_its_class(member: Any) -> bool:
