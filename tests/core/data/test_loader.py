@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import sys
+import time
 import zlib
 
 import numpy as np
@@ -295,7 +296,43 @@ def test_workers_of_a_training_stay_and_those_of_an_evaluation_end_with_it(train
     assert len(seen[1]) == (0 if training else 2)
 
 
+@pytest.mark.usefixtures("_soon")
+@pytest.mark.parametrize("what", ["killed", "busy"])
+def test_workers_that_an_iteration_left_unusable_are_replaced(what):
+    """torch's DataLoader raises if its workers do not answer in time when the next iteration begins."""
+    task, told = Slow(6, seconds=1.0 if what == "busy" else 0.0), []
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 2, CPU)
+    loader.tell = told.append
+    plans = [MicroBatchPlan((n,), 0, False) for n in (*range(4), 6, 7)]
+    with contextlib.closing(loader.run(lambda: plans)) as batches:
+        next(batches)  # the workers are about to prepare the slow sample
+    if what == "killed":
+        for process in worker_deaths.newest(2):
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    again = list(loader.run(lambda: plans[:3]))
+    assert [one.samples for one in again] == [1, 1, 1]
+    assert len(told) == (what == "killed")
+    assert all("was killed by SIGKILL" in text and "workers are started again" in text for text in told)
+
+
 # ---- workers that are killed
+
+
+class Slow(own_tasks.Plain):
+    """One sample takes some seconds."""
+
+    def __init__(self, sample, seconds):
+        super().__init__(24)
+        self.sample, self.seconds = sample, seconds
+
+    def train_data(self):
+        return Numbered(super().train_data())
+
+    def prepare(self, sample, epoch, training):
+        number, sample = sample
+        time.sleep(self.seconds if number == self.sample else 0)
+        return sample
 
 
 class Killed(own_tasks.Dropout):

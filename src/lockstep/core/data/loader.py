@@ -9,6 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -327,7 +328,7 @@ class Loader:
         for text in workers.remarks(self.batches) if not self.warned else ():
             self.tell(text)
         self.warned = True
-        batches, processes = worker_deaths.start(self.batches)
+        batches, processes = self._started()
         growth = Growth([process.pid or 0 for process in worker_deaths.newest(self.workers)])
 
         def where() -> str:
@@ -357,6 +358,19 @@ class Loader:
             if note := growth.count():
                 self.tell(note)
             yield micro_batch
+
+    def _started(self) -> tuple[Iterator[Any], Sequence[BaseProcess]]:
+        """Start to iterate. Workers that have ended since the last iteration, or still read for it, are replaced."""
+        try:
+            return worker_deaths.start(self.batches)
+        except RuntimeError as error:
+            if not worker_deaths.left_over(error):
+                raise
+            if worker_deaths.caused(error, ()):
+                how = worker_deaths.describe(worker_deaths.newest(self.workers), error)
+                self.tell(f"warning: {how}: workers are started again")
+        self.batches = self._new_batches()
+        return worker_deaths.start(self.batches)
 
     def _where(self, plans: Plans, done: int) -> str:
         indices = next(iter(workers.after(plans, done))).indices

@@ -201,6 +201,11 @@ def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:
     return bool(connection.wait([process.sentinel for process in processes], timeout=1.0))
 
 
+def left_over(error: RuntimeError) -> bool:
+    """True if `start` failed because a worker of an earlier iteration has ended, or does not answer yet."""
+    return str(error).startswith((*_TEXTS, _TIMED_OUT))
+
+
 def describe(processes: Sequence[BaseProcess], error: Exception) -> str:
     """The workers among `processes` that ended, and how: `loader worker 4711 was killed by SIGKILL`."""
     for process in processes:
