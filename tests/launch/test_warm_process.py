@@ -62,12 +62,12 @@ def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_warm_process_that_cannot_start_makes_ranks_start_cold(tmp_path):
-    folder = tmp_path / ("long" * 30)  # no socket has such a path
+def test_warm_process_starts_under_a_long_tmpdir(tmp_path):
+    folder = tmp_path / ("long" * 30)  # no socket can have such a path
     folder.mkdir()
     out, err = program("warm", tmp_path, TMPDIR=str(folder)).communicate(timeout=HANG_S)
-    assert "did not start (AF_UNIX path too long), so ranks start cold" in err
-    assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
+    assert err == ""
+    assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [True, True]
 
 
 def test_files_in_the_current_directory_replace_no_module_of_the_warm_process(tmp_path):

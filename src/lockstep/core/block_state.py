@@ -237,7 +237,6 @@ def refusing_writes(call: Callable[..., Any], blocks: Mapping[str, nn.Module]) -
     The returned function raises TrainingError after a pass that wrote into parameters of the blocks. Writes that torch
     does not count are looked for in passes 1, 2, 4, 8, ...
     """
-    named = {f"{name}.{key}": one for name, block in blocks.items() for key, one in block.named_parameters()}
     passes, next_compared = 0, 1
 
     def checked(*args: Any, **options: Any) -> Any:
@@ -247,13 +246,16 @@ def refusing_writes(call: Callable[..., Any], blocks: Mapping[str, nn.Module]) -
         passes += 1
         compares = passes == next_compared
         next_compared *= 2 if compares else 1
+        # FSDP has replaced the parameters of the blocks since they were compiled.
+        named = {f"{name}.{key}": one for name, block in blocks.items() for key, one in block.named_parameters()}
         versions = [one._version for one in named.values()]
-        copies = [one.detach().clone() for one in named.values()] if compares else []
+        copies = [local(one).detach().clone() for one in named.values()] if compares else []
         result = call(*args, **options)
         written = [
             name for (name, one), version in zip(named.items(), versions, strict=True) if one._version != version
         ]
-        written += [name for (name, one), old in zip(named.items(), copies, strict=False) if not torch.equal(one, old)]
+        pairs = zip(named.items(), copies, strict=False)
+        written += [name for (name, one), old in pairs if not torch.equal(local(one), old)]
         if written:
             raise TrainingError(
                 f"compiled blocks write into {listed(sorted(set(written)))}: their recomputation would write once more",

@@ -205,11 +205,18 @@ def _collate_mixes(batches: Sequence[Batch], sizes: Sequence[int]) -> bool:
 
 
 def _first_mixing(whole: _Record, halves: Sequence[_Record], sizes: Sequence[int]) -> str:
-    """The first module whose output for a sample depends on the other samples, with its buffers; empty if unknown."""
-    for module, tensors in whole.modules.items():
-        of_halves = [half.modules.get(module, []) for half in halves]
+    """The first module whose output for a sample depends on the other samples, with its buffers; empty if unknown.
+
+    Its inputs do not depend on them: otherwise, the code that calls it has mixed the samples.
+    """
+
+    def mixes(tensors: Sequence[Tensor], *of_halves: Sequence[Tensor]) -> bool:
         is_complete = all(len(one) == len(tensors) for one in of_halves)
-        if is_complete and not all(adds_up(*one, sizes=sizes) for one in zip(tensors, *of_halves, strict=True)):
+        return is_complete and not all(adds_up(*one, sizes=sizes) for one in zip(tensors, *of_halves, strict=True))
+
+    for module in whole.modules:
+        inputs, outputs = zip(*(one.modules.get(module, ((), ())) for one in (whole, *halves)), strict=True)
+        if mixes(*outputs) and not mixes(*inputs):
             buffers = ", ".join(name for name, _ in module.named_buffers(recurse=False))
             own = whole.names[module]
             name = f"the {f'module {own}' if own else 'model'} ({type(module).__name__})"
@@ -291,8 +298,8 @@ class _Record:
         self.comparing = ComparingOperations(samples)
         self.results = ResultRecorder()
         self.names: dict[nn.Module, str] = {}
-        self.modules: dict[nn.Module, list[Tensor]] = {}
-        """The outputs of the first call of each module, inner modules first."""
+        self.modules: dict[nn.Module, tuple[list[Tensor], list[Tensor]]] = {}
+        """The inputs and outputs of the first call of each module, inner modules first."""
 
     def has_all(self, tensors: Sequence[Tensor]) -> bool:
         """True if all of these tensors, or views of them, went into the model."""
@@ -320,6 +327,9 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
     """
     record, calls = _Record(samples), 0
 
+    def numbers_in(values: Any) -> list[Tensor]:
+        return [one.detach() for one in data.tensors(values) if one.is_floating_point() and one.ndim]
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal calls
         if not calls:
@@ -330,10 +340,10 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal calls
         calls -= 1
-        found = [tensor.detach() for tensor in data.tensors(output)]
-        record.modules.setdefault(module, [one for one in found if one.is_floating_point() and one.ndim])
+        found = numbers_in(output)
+        record.modules.setdefault(module, (numbers_in(args), found))
         if not calls:
-            record.outputs.extend(tensor for tensor in found if tensor.is_floating_point() and tensor.ndim)
+            record.outputs.extend(found)
             record.results.add("the model", data.tensors(output), "")
             record.comparing.is_paused = record.results.is_paused = False
 
