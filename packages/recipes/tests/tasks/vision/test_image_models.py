@@ -224,6 +224,7 @@ def test_an_export_says_how_evaluations_prepare_pictures(folder, tmp_path, scrat
         "mean": [0.5],
         "std": [0.5],
         "size": 24,
+        "levels": 65535,
         "eval_resize": 28,
         "interpolation": "bicubic",
         "channels": 1,
