@@ -225,7 +225,7 @@ _task("noise from the operating system in the loss", "determinism", "NoisyLoss",
 _task("loss depends on the clock", "determinism", "ReadsLoss")
 _task("augmentation from default_rng()", "determinism", "FreshGenerator")
 _task("augmentation seeded with the clock", "determinism", "TimedNoise")
-_task("augmentation from one generator of the task", "resume", "OneGenerator")
+_task("augmentation that counts reads", "resume", "CountsReads")
 
 # ---- what the checks did not look at before
 
@@ -233,7 +233,7 @@ _task(
     "noise from the operating system in evaluation",
     "predictions",
     "NoisyInEvaluation",
-    says="the same batch gives different results",
+    says="returns different outputs for the same batch and seed",
 )
 _task("dropout in evaluation by mistake", "predictions", "DropoutInEvaluation", says="drops features at random")
 _task("model seeded with the clock", "determinism", "ClockSeededModel", says="initial weights")

@@ -81,7 +81,7 @@ def test_a_run_keeps_the_date_on_which_it_began(tokenizer, tmp_path, monkeypatch
         made = small_task(name, **options)
         made.setup(folder, trained)
         text = made.tokenizer.decode(made.train_data()[0].ids)
-        lines = [line for line in made.presenter(made).log_header() if "date" in line]
+        lines = [line for line in made.presenter(made).log_header() if "the date" in line]
         return text, made.tokenizer.decode(made.prompt("hi").ids), made.tokenizer.chat_template, lines
 
     first = on(FIRST, tmp_path / "run", False)
