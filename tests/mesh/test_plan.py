@@ -221,7 +221,7 @@ def test_a_model_without_a_plan_and_groups_on_two_machines_are_named(tmp_path):
 
 @pytest.mark.exhaustive  # as the test above: a note, and a reason where nothing fits
 def test_what_does_not_fit_however_it_is_cut_and_what_is_not_cut_are_named():
-    assert plan(1).facts.notes[-1] == "parallel.tensor=4 does not make it fit"
+    assert plan(1).facts.notes[-1] == "parallel.tensor=4 does not fit either"
     in_fp16 = plan(10**9, precision="fp16", parallel={"tensor": 2})
     assert in_fp16.recommended is None
     assert "tensor parallelism supports neither fp16" in in_fp16.reason

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.data.randomness import restored_generators
 from lockstep.core.task import Task
 from lockstep_lab.verify.comparable_task import ComparableTask, sum_of_heads, to_float64
 from lockstep_lab.verify.derivative import own_backwards
@@ -81,12 +84,15 @@ class _Split:
         self, task: Task, model: nn.Module, batches: Sequence[Batch], change: Any = None, earlier: Any = None
     ) -> None:
         sizes, self.losses, self.records, self.failed = [size for _, size in batches], [], [], False
+        self.draws_outside_torch = False
         starts, self.draws = (0, 0, *sizes[1:2]), RepeatedDraws(range(sizes[0]))
         for place, ((batch, size), start) in enumerate(zip(batches, starts, strict=False)):
             batch = change(batch, earlier.records[place]) if change else batch
             draws = RepeatedDraws(range(start, start + size), self.draws) if place else self.draws
-            with torch.no_grad(), unchanged_buffers(model), _recorded(model, size) as record, draws:
+            with _pass(model), _recorded(model, size) as record, draws:
+                before = _states_outside_torch()
                 self.losses.append({head: float(loss) for head, loss in data.losses(task, model, batch).items()})
+                self.draws_outside_torch |= _states_outside_torch() != before
             self.records.append(record)
             self.failed |= draws.failed
 
@@ -104,6 +110,19 @@ class _Split:
     def is_independent(self) -> bool:
         """True if the outputs of the model for a sample do not depend on the other samples."""
         return self.records[0].is_uncoupled(self.records[1:])
+
+
+@contextlib.contextmanager
+def _pass(model: nn.Module) -> Iterator[None]:
+    """Inside, a pass over a batch leaves no trace. All such passes begin with the same random numbers."""
+    with restored_generators(next(model.parameters()).device), torch.no_grad(), unchanged_buffers(model):
+        yield
+
+
+def _states_outside_torch() -> Any:
+    """The states of the generators of Python and NumPy."""
+    _, numbers, place, *_ = np.random.get_state()
+    return random.getstate(), numbers.tobytes(), place
 
 
 def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch], twice: Callable[[], Any]) -> Coupling:
@@ -136,6 +155,8 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch], twi
         means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < near for mean in means):
             found.mean_heads.append(head)
+    if found.coupled_heads and split.draws_outside_torch:  # perhaps other numbers for the samples of the second half
+        return Coupling(found.epsilon, coarse.words, functions)
     found.without_labels = record.has_all(data.tensors(whole))
     if not found.mean_heads and split.is_independent:
         comparison = _comparison(record, records)
@@ -168,7 +189,7 @@ def _explain(
     Twice the same samples have the same statistics, so a sum over samples then doubles. Such a loss is intended if
     samples are independent in evaluation mode, and if the labels have no effect on what couples them.
     """
-    with torch.no_grad(), unchanged_buffers(model), RepeatedDraws([*range(batches[0][1])] * 2, split.draws):
+    with _pass(model), RepeatedDraws([*range(batches[0][1])] * 2, split.draws):
         doubled = float(sum_of_heads(data.losses(task, model, twice))) - 2 * sum(split.losses[0].values())
     found.adds_once = abs(doubled - split.coupling) < 0.5 * abs(split.coupling)
     found.compares_samples = "" if found.adds_once else found.compares_samples
