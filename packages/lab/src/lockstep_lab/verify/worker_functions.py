@@ -142,7 +142,8 @@ def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
         raise Preempted
     if run.until is not None:
         share, least = run.until
-        if losses[-1] - least <= share * (losses[0] - least):  # the loss of the global batch is the same on all ranks
+        above = losses[0] - least  # not positive: it is unknown how far such a loss can fall
+        if above > 0 and losses[-1] - least <= share * above:  # the loss of the global batch is the same on all ranks
             raise Preempted
 
 

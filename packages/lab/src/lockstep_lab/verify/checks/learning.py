@@ -31,12 +31,10 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
         curve = recording.losses
         slope = _slope(curve)
         by_epoch = _means_of_epochs(curve, recording.steps_per_epoch)
-        falls = _falls(recording)
-        if falls:
+        falls, highest = _falls(recording), max(curve[len(curve) // 4 :])
+        is_wild = _is_wild(curve, by_epoch, recording.steps_per_epoch)
+        if falls and not (is_wild and 0 < len(by_epoch) < _FEWEST_EPOCHS):  # more epochs may show that it is calm
             break
-    count = max(3, len(curve) // 10)
-    first = sum(curve[:count]) / count
-    highest = max(curve[len(curve) // 4 :])
     more: dict[str, Any] = {
         "value": slope,
         "bound": _SIGNIFICANT_T,
@@ -58,8 +56,7 @@ def loss(experiments: ExperimentRunner) -> CheckResult:
                 **more,
             )
         return fault(f"the loss does not fall: {path}; check the gradients, the labels and optim.lr", **more)
-    usual = statistics.median(curve[: recording.steps_per_epoch or 1])
-    if highest - first > abs(first) and not _are_calm(by_epoch, usual):
+    if is_wild:
         return fault(
             f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; "
             "lower optim.lr or set optim.clip_norm",
@@ -90,6 +87,14 @@ def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float
     count = len(curve) // steps_per_epoch if steps_per_epoch else 0
     epochs = [curve[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for epoch in range(count)]
     return [sum(losses) / len(losses) for losses in epochs]
+
+
+def _is_wild(curve: Sequence[float], by_epoch: Sequence[float], steps_per_epoch: int) -> bool:
+    """True if a loss is more than twice that of the first steps later on, and so are the means of the epochs."""
+    count = max(3, len(curve) // 10)
+    first = sum(curve[:count]) / count
+    usual = statistics.median(curve[: steps_per_epoch or 1])
+    return max(curve[len(curve) // 4 :]) - first > abs(first) and not _are_calm(by_epoch, usual)
 
 
 def _are_calm(means: Sequence[float], first: float) -> bool:

@@ -101,7 +101,7 @@ def _judge(
         text = f"{text}: a gain of {gain:.2g} +- {error:.1g}, because the loss draws {', '.join(names[:3])}"
     if gain - error > enough:
         is_usual = names or least is None or probe.compares_samples or probe.gathers or probe.without_labels
-        text += "" if names else ". A floor above zero may be the reason for the rest"
+        text += "" if names or least is None else ". A floor above zero may be the reason for the rest"
         return passed(text, **more) if is_usual or probe.by_statistics else not_shown(text, **more)
     if names and (gain + error > enough or "still falls" in after):
         return not_shown(f"{text}, which is too little to judge", **more)
