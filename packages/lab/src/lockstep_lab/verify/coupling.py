@@ -121,7 +121,8 @@ def _pass(model: nn.Module) -> Iterator[None]:
 
 def _states_outside_torch() -> Any:
     """The states of the generators of Python and NumPy."""
-    _, numbers, place, *_ = np.random.get_state()
+    state: Any = np.random.get_state()
+    _, numbers, place, *_ = state
     return random.getstate(), numbers.tobytes(), place
 
 
