@@ -112,7 +112,7 @@ def test_a_low_bit_that_is_always_wrong_shows_in_the_comparison_of_ranks():
     reports = run_ranks(3, faulty.check, 2, "aten.mm", 0)[0]
     found = {finding.check: finding for finding in judgement.findings(reports) if finding.level == "fault"}
     assert "rank 2 (node" in found["products fp32"].what
-    assert "other bits than 2 ranks of the same kind" in found["products fp32"].what
+    assert "different bits than 2 ranks of the same kind" in found["products fp32"].what
 
 
 def report(rank, kind="a", **tallies):

@@ -580,6 +580,6 @@ def test_a_training_is_the_same_with_and_without_evaluations(tmp_path, monkeypat
         )  # it may hide what the loop does not do
     assert runs.difference(*weights) == 0
     assert (int(weights[0]["1.num_batches_tracked"]) == 0) == (task is FrozenNorm)
-    note = "note: Task.model left 1 and 1 more modules in evaluation mode; "
+    note = "note: Task.model left 1 and 1 more module in evaluation mode; "
     note += "training puts the whole model into training mode"
     assert (note in (tmp_path / "0" / "train.log").read_text()) == (task is LeftInEvaluation)

@@ -22,7 +22,8 @@ from packages.lab.tests.plan.cases import world, written_facts
 from tests.ranks import run_ranks
 
 WIDE = 256
-PARAMETERS = 4 * (64 * WIDE + WIDE + WIDE * 8 + 8)  # bytes
+LAST = 4 * (64 * WIDE + WIDE)  # bytes of the layer whose gradients are computed last
+PARAMETERS = LAST + 4 * (WIDE * 8 + 8)  # bytes
 SAMPLES = 32
 
 
@@ -181,7 +182,8 @@ def test_buckets_that_copy_the_gradients_are_part_of_the_peak():
     parallel = {"strategy": "ddp"}
     views, _ = run_ranks(2, measure_kind, 2, {"parallel": parallel})
     copies, _ = run_ranks(2, measure_kind, 2, {"parallel": {**parallel, "gradient_as_bucket_view": False}})
-    assert copies.peak_bytes == pytest.approx(views.peak_bytes + PARAMETERS, rel=0.02)
+    # With views, the newest gradients are added to their views, so they exist twice for a moment.
+    assert copies.peak_bytes == pytest.approx(views.peak_bytes + PARAMETERS - LAST, rel=0.001)
 
 
 FOUND = Measured(
