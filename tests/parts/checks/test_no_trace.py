@@ -83,6 +83,7 @@ OTHER = {
     "memory": "table",
     "pictures": 4,
     "train_metrics": False,
+    "probe_every_epochs": 1,
 }
 
 

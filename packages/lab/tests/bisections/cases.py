@@ -278,7 +278,7 @@ def flipped(step, event):
 
 
 FLIP = """self.calls += 1
-        if self.calls >= 30 and model.training:
+        if self.calls >= 15 and model.training:
             self.calls = -1_000_000
             with torch.no_grad():
                 model["head"].weight.view(torch.int32)[0, 0] ^= 1 << 20"""
