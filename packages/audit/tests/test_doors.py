@@ -244,7 +244,7 @@ def test_the_arithmetic_of_an_optimizer_is_not_observed_but_that_of_its_closure_
     monkeypatch.setattr(recorder, "_waiting", deque())
     monkeypatch.setattr(recorder, "counts", Counts())
     seen = []
-    call = torch_private.around("mul_", torch.Tensor.mul_, lambda *_, **__: seen.append("mul_"), is_frequent=True)
+    call = torch_private.around("mul_", torch.Tensor.mul_, lambda *_, **__: seen.append("mul_"), frequent=True)
     monkeypatch.setattr(torch.Tensor, "mul_", call)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
