@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import Trainer
+from lockstep import Stream, Trainer
 from lockstep.core.data import private_generators
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.data.order import MicroBatchPlan, derive_seed
@@ -262,6 +262,20 @@ def test_circles_end_and_many_objects_are_examined_in_part():
     owner.itself = owner
     assert places(data=owner) == ["data.rng"]
     assert places(data=[{"a": number} for number in range(300_000)]) == []
+
+
+class Shuffled(torch.utils.data.IterableDataset):
+    """Its generator shuffles a pass, as in a stream of the library datasets."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        yield from self.rng.permutation(8)
+
+
+def test_generators_of_streams_are_left_out():
+    assert places(data=Stream(Shuffled()), Task=SimpleNamespace(source=Shuffled())) == []
 
 
 def test_global_generators_samplers_orders_and_those_of_the_system_are_left_out():

@@ -41,7 +41,7 @@ def find(**owners: object) -> list[SeededGenerator]:
     """The generators of objects, each once.
 
     They are in attributes, containers, closures, bound methods, classes, and global variables that the user's own
-    functions name. Generators of samplers and orders are left out, as are the global generators.
+    functions name. Generators of samplers, orders and streams are left out, as are the global generators.
 
     Args:
         owners: by their names in messages. The first that has a generator gives it a name.
@@ -75,6 +75,8 @@ def _parts_to_enter(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and where."""
+    if _is_read_in_order(value):  # its generators shuffle a pass, and do not belong to a sample
+        return
     if isinstance(value, dict):
         named = reachable.items(value, _ITEMS)
         yield from ((f"[{key!r}]" if isinstance(key, str) else "[]", item) for key, item in named)
@@ -133,6 +135,11 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 def _is_own(cls: type) -> bool:
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or "<string>"  # of a notebook
     return cls.__module__ not in sys.builtin_module_names and is_own_code(file)
+
+
+def _is_read_in_order(value: Any) -> bool:
+    kind = type(value)
+    return getattr(kind, "reads_forward", False) or any(one.__name__ == "IterableDataset" for one in kind.__mro__)
 
 
 def _seeds_itself(value: Any) -> bool:
