@@ -10,7 +10,6 @@ from tests import ranks
 RECIPES = sorted(config_file.recipes())
 NOT_SHOWN = {
     ("ct_small", "metric"): "6 evaluation samples are too few",
-    ("nlst", "metric"): "6 evaluation samples are too few",
 }
 
 

@@ -166,7 +166,7 @@ def accumulation(experiments: ExperimentRunner) -> CheckResult:
 
 
 def compare_with_one_process(
-    experiments: ExperimentRunner, name: str, train: Callable[[], list[Recording]], *, words: str
+    experiments: ExperimentRunner, name: str, train: Callable[[], list[Recording]], *, words: str, times: float = 1.0
 ) -> CheckResult:
     """Compare losses and weights of a training with those of `ExperimentRunner.one_process`.
 
@@ -174,12 +174,13 @@ def compare_with_one_process(
         name: of the training, whose folder has its checkpoint.
         train: runs the training.
         words: describe the training for people.
+        times: the bound of rounding is multiplied by this.
     """
     probe = experiments.probe()
     obstacle = probe.obstacle()
     if obstacle is not None:
         return not_shown(obstacle)
-    bound = experiments.rounding_bound()
+    bound = times * experiments.rounding_bound()
     try:
         recordings = train()
     except ExperimentFailed as failed:
