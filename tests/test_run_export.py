@@ -114,7 +114,7 @@ def test_a_picture_that_is_too_small_for_the_program_is_named(found, folder, tmp
     said = "the image has 40 x 5 pixels, but model.pt2 needs at least 9 x 9; enlarge it, or try `lockstep predict`"
     for pictures, name in (
         (tmp_path / "tiny.png", tmp_path / "tiny.png"),
-        ([np.zeros((9, 9, 3), np.uint8), np.zeros((5, 40, 3), np.uint8)], "picture 1"),
+        ([np.zeros((9, 9, 3), np.uint8), np.zeros((5, 40, 3), np.uint8)], "image 1"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {said}')}"):
             use_images.predict(pictures, folder=folder / "unet" / "out")

@@ -75,7 +75,8 @@ def test_there_are_at_least_as_many_cases_as_the_first_comparison_had(tool, tmp_
 @pytest.mark.parametrize("seed", [1, 3])
 def test_two_trees_are_the_same_until_the_code_of_one_changes(seed, tmp_path):
     tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "src", tree / "src")
+    for folder in ("src", "packages/recipes/src"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     toy = tree / "packages/recipes/src/lockstep_recipes/tasks/toy/task.py"
     text = toy.read_text()
     assert text.count("seed=1)") == 1  # of the training data

@@ -26,7 +26,8 @@ def loop_of(task, folder, steps=20, scheduler=None, **options):
     """A loop over the data of a task, and its model."""
     torch.manual_seed(0)
     model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    fused = options.get("strategy") != "fsdp"  # as a Task has it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=fused)
     options = {"config": SETTINGS, "global_batch": 24, "quiet": True, "run_dir": folder} | options
     made = scheduler(optimizer) if scheduler else None
     return lockstep.Loop(model, optimizer, task.train_data(), steps=steps, scheduler=made, **options)
