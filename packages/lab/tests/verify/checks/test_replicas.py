@@ -195,9 +195,9 @@ def compared(
 
 
 def test_the_same_model_passes(monkeypatch):
-    for check in (replicas.ranks, replicas.accumulation, on_mesh.strategies):
+    for check, bound in ((replicas.ranks, 1e-9), (replicas.accumulation, 1e-9), (on_mesh.strategies, 1e-8)):
         result = compared(monkeypatch, weights=1e-10, check=check)
-        assert (result.status, result.value, result.bound) == ("passed", 1e-10, 1e-9)
+        assert (result.status, result.value, result.bound) == ("passed", 1e-10, pytest.approx(bound))
         assert result.curves["one process"] == LOSSES
 
 
