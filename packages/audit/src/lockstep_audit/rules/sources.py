@@ -146,9 +146,8 @@ def averaged_outside(path: str, row: int) -> list[int]:
     if loop is None or not any(holds(test, row) for test in tests):
         return []
     found = [n for each in loop.body for n in ast.walk(each) if isinstance(n, ast.Call)]
-    words = {n: ast.unparse(n if "lerp_" in name_of(n) else n.func).lower() for n in found}
-    names = ("update", "step", "ema", "average", "lerp_")
-    found = [n for n in found if any(w in name_of(n).lower() for w in names) and any(w in words[n] for w in _AVERAGES)]
+    is_update = {n: any(word in name_of(n).lower() for word in ("update", "step", "ema", "average")) for n in found}
+    found = [n for n in found if is_update[n] and any(w in ast.unparse(n.func).lower() for w in _AVERAGES)]
     return sorted(n.lineno for n in found if not any(holds(test, n.lineno) for test in tests))
 
 
