@@ -1,0 +1,108 @@
+"""Sums over the ranks of one machine through sockets are those of gloo, and end when a rank is lost."""
+
+import contextlib
+import functools
+import operator
+import os
+import socket
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.core.parallel import local_sums
+from lockstep.core.parallel.local_sums import LocalSums
+from lockstep.core.parallel.world import World, join_world
+from tests.ranks import run_ranks
+from tests.selection import mainly
+
+VALUES = [[0.1, 1.0, 2.0**53], [0.2, 2.0, 1.0], [0.3, 3.0, 1.0], [1e-17, 4.0, 5.0]]
+
+
+def pair():
+    """Two ranks in this process."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return LocalSums(0, {1: one}), LocalSums(1, {0: other})
+
+
+def sums(world_changes=()):
+    """What a rank gets from several sums, of which some begin before an earlier one has ended."""
+    with contextlib.ExitStack() as stack:
+        for change in world_changes:
+            stack.enter_context(change())
+        world = stack.enter_context(join_world("cpu"))
+        own = VALUES[world.rank % len(VALUES)]
+        first, second = world.all_sum_later(own), world.all_sum_later([1.0])
+        found = [second(), first(), first(), world.all_sum_later([float(world.rank)] * 2000)()[:1]]
+        return found, world.local_sums is not None, world.all_sum(own)
+
+
+@pytest.mark.parametrize("size", mainly([2, 3], [2, 3, 5, 8]))
+def test_sums_are_those_of_gloo_in_the_order_of_ranks(size):
+    answers = run_ranks(size, sums)
+    rows = [VALUES[rank % len(VALUES)] for rank in range(size)]
+    exact = [functools.reduce(operator.add, column) for column in zip(*rows, strict=True)]
+    for found, is_local, of_gloo in answers:
+        assert is_local
+        assert found == [[size], exact, exact, [sum(range(size))]]
+        assert of_gloo == pytest.approx(exact)
+
+
+def other_machine():
+    return mock.patch.object(local_sums, "own_key", return_value=f"machine of {os.environ['RANK']}")
+
+
+def other_user():
+    """Rank 0 takes the process of rank 1 for one of a different user."""
+    is_other = os.environ["RANK"] == "0"
+    return mock.patch.multiple(local_sums, _is_own=lambda connection: not is_other, _ACCEPT_S=0.1)
+
+
+def no_sockets():
+    """Rank 1 may not make sockets."""
+    refused = mock.Mock(side_effect=OSError("not permitted"))
+    return mock.patch.object(local_sums.socket, "socket", refused if os.environ["RANK"] == "1" else socket.socket)
+
+
+def other_system():
+    return mock.patch.object(local_sums.sys, "platform", "darwin")
+
+
+@pytest.mark.parametrize("change", mainly([other_user], [other_machine, other_user, no_sockets, other_system]))
+def test_ranks_that_cannot_connect_sum_with_gloo(change):
+    for found, is_local, _ in run_ranks(2, sums, [change]):
+        assert not is_local
+        assert found[:2] == [[2.0], pytest.approx([0.3, 3.0, 2.0**53])]
+
+
+def test_a_rank_that_has_ended_is_named():
+    one, other = pair()
+    wait = one.begin([1.0])
+    other.close()
+    with pytest.raises(dist.DistNetworkError, match="rank 1"):
+        wait()
+    with pytest.raises(dist.DistNetworkError, match="connection to rank 1 failed"):
+        one.begin([1.0])
+    one.close()
+
+
+def test_ranks_that_sum_different_numbers_of_values_are_an_error():
+    one, other = pair()
+    one.begin([1.0, 2.0])
+    with pytest.raises(dist.DistNetworkError, match="rank 0 sent 2 values, and 1 were expected"):
+        other.begin([1.0])()
+    one.close()
+    other.close()
+
+
+def test_a_world_that_nobody_joined_has_no_sockets():
+    assert World(0, 2, 0, "cpu").local_sums is None
+
+
+def test_a_process_of_a_different_user_is_refused(monkeypatch):
+    one, other = pair()
+    assert local_sums._is_own(one.sockets[1])
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert not local_sums._is_own(one.sockets[1])
+    one.close()
+    other.close()
