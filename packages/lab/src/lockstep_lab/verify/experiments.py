@@ -428,21 +428,36 @@ class ExperimentRunner:
 
     def rounding_bound(self) -> float:
         """The largest difference from `one_process` that rounding explains."""
-        noise = self.difference_from_one_process("one-process-reversed", self.one_process_reversed())
+        return self._bound_of(self.difference_from_one_process("one-process-reversed", self.one_process_reversed()))
+
+    def rounding_bound_of(self, name: str, first: list[Recording], second: list[Recording]) -> float:
+        """The largest difference that rounding explains in the training `name`.
+
+        Args:
+            first: recordings of the training.
+            second: of the same with the samples of each micro-batch in reversed order: the training `name`-reversed.
+        """
+        return self._bound_of(self._difference(name, first, f"{name}-reversed", second))
+
+    def _bound_of(self, noise: TrainingDifference) -> float:
         return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=len(self.one_process()[0].losses))
 
     def difference_from_one_process(self, name: str, recordings: list[Recording]) -> TrainingDifference:
         """The distance of the weights and losses of the training `name` from those of `one_process`."""
+        return self._difference("one-process", self.one_process(), name, recordings)
+
+    def _difference(
+        self, name: str, recordings: list[Recording], other: str, others: list[Recording]
+    ) -> TrainingDifference:
+        checkpoint, other_checkpoint = newest(self.folder / name), newest(self.folder / other)
+        if checkpoint is None or other_checkpoint is None:
+            raise ExperimentFailed(other if checkpoint else name, "it left no checkpoint")
         (reference,) = self.one_process()
-        checkpoint = newest(self.folder / name)
-        reference_checkpoint = newest(self.folder / "one-process")
-        if checkpoint is None or reference_checkpoint is None:
-            raise ExperimentFailed(name, "it left no checkpoint")
         return compare.difference(
-            reference_checkpoint,
             checkpoint,
+            other_checkpoint,
             reference.parameters,
             moved=reference.moved,
-            losses=reference.losses,
-            other_losses=recordings[0].losses,
+            losses=recordings[0].losses,
+            other_losses=others[0].losses,
         )

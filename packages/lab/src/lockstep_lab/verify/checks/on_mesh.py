@@ -9,9 +9,6 @@ from lockstep_lab.verify.experiments import ExperimentRunner
 from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.result import CheckResult, fault, not_shown
 
-_TIMES = 10.0
-"""FSDP adds up the gradients within a block first, which rounds more than another order of the samples."""
-
 
 def strategies(experiments: ExperimentRunner) -> CheckResult:
     """The same with FSDP instead of DDP, or DDP instead of FSDP. For a mesh: both, each with and without a mesh."""
@@ -26,11 +23,12 @@ def strategies(experiments: ExperimentRunner) -> CheckResult:
         config = experiments.exact_config(batch__micro=None, parallel__strategy=strategy, parallel__tensor=tensor)
         config["parallel"]["virtual_ranks"] = None  # the process that it is compared with has none
 
-        def train() -> list[Recording]:
-            return experiments.train(name, nproc, config, changes=experiments.exact_changes())
+        def train(reverse: bool = False) -> list[Recording]:
+            folder = f"{name}-reversed" if reverse else name
+            return experiments.train(folder, nproc, config, changes=experiments.exact_changes(reverse))
 
         words = f"{nproc} ranks with {name}"
-        return replicas.compare_with_one_process(experiments, name, train, words=words, times=_TIMES)
+        return replicas.compare_with_one_process(experiments, name, train, words=words, rounds_differently=True)
 
     found = [compared(name, *way) for name, way in ways.items()]
     worst = max(found, key=lambda one: (one.status == "fault", one.status == "not shown", one.value or 0.0))
