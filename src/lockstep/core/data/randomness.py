@@ -209,7 +209,7 @@ class SampleSeeding:
         if newly_drawn:
             drawn = (GENERATORS[0], *self.drawn, *newly_drawn)
             self.drawn = tuple(generator for generator in self._all if generator in drawn)
-            self._others = tuple(generator for generator in self._all if generator not in self.drawn)
+            self._others = tuple(generator for generator in self._all if generator not in drawn)
             self._seed = None
         return bool(newly_drawn)
 
