@@ -13,8 +13,9 @@ first step  from the command until the last rank has made its first step
 save        from when the last rank starts to save until the checkpoint is complete
 restart     from SIGKILL of a rank until the last new rank has made a step
 step        the median of steps 2 to 5 on rank 0
-CPU s       computed by a rank until its first step, until its third step after the save, and until the first step of
-            the restart: the mean of all ranks
+CPU s       computed by a rank until its first step, until its second step after the save, and until the first step of
+            the restart: the mean of all ranks. "Python" and "gloo" divide the second among threads: those of Python,
+            and those that send and receive for gloo and the store
 PSS MiB     of a rank on average, with shared memory divided among its users; and of the launcher and the warm process
 files, sockets  open files of a rank, the maximum and the mean; they include sockets
 keys        in the store of the ranks, after the save
@@ -53,6 +54,8 @@ COLUMNS = (
     ("restart s", "{:.1f}"),
     ("CPU s first step", "{:.2f}"),
     ("CPU s save", "{:.2f}"),
+    ("CPU s Python", "{:.2f}"),
+    ("CPU s gloo", "{:.2f}"),
     ("CPU s restart", "{:.2f}"),
     ("PSS MiB rank", "{:.1f}"),
     ("PSS MiB launcher", "{:.0f}"),
@@ -194,6 +197,17 @@ def threads(pid):
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
+def thread_seconds(pid):
+    """CPU seconds of the threads of Python, and of those that torch starts for gloo and the store."""
+    seconds = {True: 0.0, False: 0.0}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread has ended
+            name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            user, system = map(int, fields.split()[11:13])
+            seconds[name.startswith(("gloo_", "pt_"))] += (user + system) / os.sysconf("SC_CLK_TCK")
+    return seconds[False], seconds[True]
+
+
 def children(pid):
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in text.split()]
@@ -214,6 +228,7 @@ def measure(options, ranks):
         steps = [job.found[f"step-{number}"] for number in range(1, SAVES_AFTER + 1)]
         of_rank0 = [marks[first[0][3]][0] for marks in steps]
         pids = [mark[3] for mark in resting]
+        seconds = [thread_seconds(pid) for pid in pids]
         files = [open_files(pid) for pid in pids]
         if options.files:
             kinds = [name.partition(":")[0] if not name.startswith("/") else name for name in files[-1]]
@@ -227,6 +242,8 @@ def measure(options, ranks):
             "save s": manifest.stat().st_mtime - max(mark[0] for mark in saves),
             "CPU s first step": mean(mark[1] for mark in first),
             "CPU s save": mean(mark[1] for mark in resting),
+            "CPU s Python": mean(python for python, _ in seconds),
+            "CPU s gloo": mean(gloo for _, gloo in seconds),
             "PSS MiB rank": mean(map(pss_mib, pids)),
             "PSS MiB launcher": sum(map(pss_mib, helpers)),
             "files most": max(map(len, files)),
@@ -235,11 +252,13 @@ def measure(options, ranks):
             "threads": mean(map(threads, pids)),
             "keys": keys[0],
         }
-        killed = time.time()
-        os.kill(pids[ranks // 2], signal.SIGKILL)
-        again = job.wait("step-1", frozenset(pids))
-        row["restart s"] = max(mark[0] for mark in again) - killed
-        row["CPU s restart"] = mean(mark[1] for mark in again)
+        row |= dict.fromkeys(("restart s", "CPU s restart"), float("nan"))
+        if not options.no_restart:
+            killed = time.time()
+            os.kill(pids[ranks // 2], signal.SIGKILL)
+            again = job.wait("step-1", frozenset(pids))
+            row["restart s"] = max(mark[0] for mark in again) - killed
+            row["CPU s restart"] = mean(mark[1] for mark in again)
         if options.marks:
             for name in ("imported", "model", "ready", "step-1", f"step-{SAVES_AFTER}", "saves", "resting"):
                 marks = [mark for pid, mark in job.found[name].items() if pid in pids]
@@ -273,6 +292,7 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--strategy", default="ddp", choices=("ddp", "fsdp"))
     parser.add_argument("--shard-ranks", type=int, help="shard over groups of this many ranks (FSDP)")
+    parser.add_argument("--no-restart", action="store_true", help="leave out the kill and the restart")
     parser.add_argument("--files", action="store_true", help="also print the kinds of open files of the last rank")
     parser.add_argument("--marks", action="store_true", help="also print when ranks reached certain points")
     parser.add_argument("--mesh", type=int, nargs=2, help="number of replicas and shards of a hybrid mesh")
