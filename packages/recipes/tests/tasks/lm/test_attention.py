@@ -1,5 +1,6 @@
 """Attention within documents: flex and flash attention give what SDPA with a mask gives."""
 
+import contextlib
 import types
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.nn.attention import flex_attention, varlen
 
+from lockstep.core.blocks import COMPILED_WITH
 from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks.lm import attention, models
 from tests import lm_cases
@@ -71,8 +73,11 @@ def test_groups_hold_each_place_once_in_its_document(lengths):
     assert sorted(found) == sorted(lengths)
 
 
-def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+def varlen_by_hand(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False, num_splits=None
+):
     """What the documentation of `varlen_attn` says, sequence by sequence. It stands in for a function of GPUs."""
+    assert num_splits == 1
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     assert cu_seq_q.dtype == torch.int32
     assert torch.equal(cu_seq_q, cu_seq_k)
@@ -98,17 +103,60 @@ def test_flash_attention_gets_the_documents_one_behind_the_other(model, monkeypa
         logits_and_gradients(model, pieces)
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "flex", "flash"])
+def leaky(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+    """Wrong: documents see each other."""
+    whole = torch.tensor([0, len(query)], dtype=torch.int32)
+    return varlen_by_hand(query, key, value, whole, whole, len(query), len(query), **options)
+
+
+def absent(*_, **options):
+    raise NotImplementedError("no kernel\nfor this device")
+
+
+@pytest.mark.parametrize(
+    ("attend", "precision", "fault"),
+    [
+        (varlen_by_hand, torch.bfloat16, None),
+        (varlen_by_hand, torch.float32, None),
+        (leaky, torch.bfloat16, r"it differs from attention with a mask by \d"),
+        (absent, torch.bfloat16, "NotImplementedError: no kernel"),
+    ],
+)
+def test_auto_is_flash_attention_where_a_trial_gives_what_a_mask_gives(
+    model, tmp_path, monkeypatch, attend, precision, fault
+):
+    task = small_task(lm_cases.corpus(tmp_path))
+    monkeypatch.setattr(task, "_gives_begins", True)
+    data = task.train_data()
+    batch = task.collate([data[index] for index in range(len(data) - 4, len(data))])
+    assert isinstance(attention.mask_for("auto", model, batch), attention.Groups)  # without CUDA
+    monkeypatch.setattr(attention, "has_kernels", lambda device: True)
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    monkeypatch.setattr(attention, "_has_splits", lambda: True)
+    attention._fault_of_flash.cache_clear()
+    random = torch.get_rng_state()
+    expected = attention.PackedSequences if fault is None and precision == torch.bfloat16 else attention.Groups
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        with pytest.warns(UserWarning, match=fault) if fault else contextlib.nullcontext():
+            found = attention.mask_for("auto", model, batch)
+        assert type(found) is type(attention.mask_for("auto", model, batch)) is expected
+        monkeypatch.setattr(model, COMPILED_WITH, {}, raising=False)
+        assert isinstance(attention.mask_for("auto", model, batch), attention.Groups)
+    assert torch.equal(torch.get_rng_state(), random)
+    attention._fault_of_flash.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["auto", "sdpa", "flex", "flash"])
 def test_a_batch_has_what_its_attention_needs(tmp_path, monkeypatch, kind):
     task = small_task(lm_cases.corpus(tmp_path), attention=kind)
     data, model = task.train_data(), task.model()
     batch = task.collate([data[index] for index in range(len(data) - 4, len(data))])
-    masks = {"sdpa": attention.Groups, "flex": flex_attention.BlockMask, "flash": attention.PackedSequences}
+    masks = {"auto": attention.Groups, "sdpa": attention.Groups, "flex": flex_attention.BlockMask, "flash": attention.PackedSequences}
     assert isinstance(attention.mask_for(kind, model.eval(), batch), attention.Groups)  # without CUDA
     of_transformers = small_task(lm_cases.corpus(tmp_path), config=lm_cases.LLAMA).model()
     assert isinstance(attention.mask_for("sdpa", of_transformers, batch), torch.Tensor)
     assert task.predict(model.eval(), batch)["nats"].sum() > 0
-    if kind != "sdpa":
+    if kind in ("flex", "flash"):
         with pytest.raises(UsageError, match=f"task.attention={kind}: {kind} attention has no backward pass on cpu"):
             task.loss(model.train(), batch)
     monkeypatch.setattr(attention, "has_kernels", lambda device: True)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.core.errors import UsageError
+from lockstep.core.blocks import COMPILED_WITH
+from lockstep.core.errors import UsageError, described
 
 _SIMILAR = 1.25  # ratio of lengths in a group: more groups need more calls, fewer groups more padding
 _WIDEST = 256  # width of a head for flash attention
+_HALVES = (torch.bfloat16, torch.float16)
+_CAPABILITY = (8, 0)  # of an NVIDIA GPU, from which flash attention has a backward pass
+_APART = 0.02  # of the 2-norm: roundings of 16 bits stay below a fourth of it
 _OF_TRANSFORMERS = {"flex": "flex_attention", "flash": "flash_attention_2"}
 
 
@@ -92,12 +98,13 @@ def mask_for(kind: str, model: nn.Module, batch: dict[str, Any]) -> Any:
     """What a model needs to know about the documents in a batch. None: rows are documents, or positions are sufficient.
 
     Args:
-        kind: `task.attention`. In evaluations without CUDA, SDPA is used instead.
+        kind: `task.attention`. In evaluations without CUDA, SDPA is used instead. `auto`: see `_best`.
 
     Raises:
         UsageError: this kind of attention cannot train on the device.
     """
     device = batch["input_ids"].device
+    kind = _best(model, batch) if kind == "auto" else kind
     if model.training and kind != "sdpa" and not has_kernels(device):
         what = f"{kind} attention has no backward pass on {device.type}"
         raise UsageError(what, where=f"task.attention={kind}", remedy="use task.attention=sdpa, or a GPU with CUDA")
@@ -108,6 +115,65 @@ def mask_for(kind: str, model: nn.Module, batch: dict[str, Any]) -> Any:
         is_own = device.type == "cpu" and hasattr(model, "takes_groups")
         return groups_of(batch["positions"]) if is_own else document_mask(documents)
     return PackedSequences(batch["begins"], documents.shape[1]) if kind == "flash" else block_mask(documents)
+
+
+def _best(model: nn.Module, batch: dict[str, Any]) -> str:
+    """`flash` if a trial on this device gave what SDPA with a mask gives. Otherwise `sdpa`.
+
+    Compiled blocks would be compiled again for each number of documents.
+    """
+    device = batch["input_ids"].device
+    is_compiled = hasattr(model, COMPILED_WITH) or getattr(model, "_compiled_call_impl", None) is not None
+    if is_compiled or not has_kernels(device) or not hasattr(model, "takes_groups") or "begins" not in batch:
+        return "sdpa"
+    dtype = next(model.parameters()).dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    config: Any = model.config
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return "sdpa" if dtype not in _HALVES or _fault_of_flash(device, dtype, *sizes) else "flash"
+
+
+@functools.cache
+def _fault_of_flash(device: torch.device, dtype: torch.dtype, heads: int, shared: int, width: int) -> str:
+    """Why flash attention over documents must not train on a device. Empty: it gave what SDPA with a mask gives.
+
+    The trial has two rows of several documents, and no effect on the generators of random numbers.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is too old for it"
+    try:
+        with torch.autocast(device.type, enabled=False), torch.enable_grad():
+            found = max(_distances(device, dtype, heads, shared, width))
+        fault = "" if found < _APART else f"it differs from attention with a mask by {found:.2g} of its norm"
+    except Exception as error:
+        fault = described(error)
+    if fault:
+        warnings.warn(f"task.attention=auto uses a mask instead of flash attention: {fault}", stacklevel=2)
+    return fault
+
+
+def _distances(device: torch.device, dtype: torch.dtype, heads: int, shared: int, width: int) -> list[float]:
+    """The relative distances of flash attention from SDPA with a mask: of the result and of the three gradients."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [[37, 1, 90], [5, 64, 59]]
+    documents = torch.stack([torch.arange(3).repeat_interleave(torch.tensor(row)) for row in lengths])
+    positions = torch.cat([torch.arange(length) for row in lengths for length in row])
+    packed = PackedSequences(begins_of(positions).to(device), documents.shape[1])
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(len(documents), heads, documents.shape[1], width, generator=generator).to(device, dtype)
+
+    query, key, value, above = drawn(heads), drawn(shared), drawn(shared), drawn(heads)
+    results = []
+    for mask in (packed, document_mask(documents.to(device))):
+        inputs = [part.clone().requires_grad_() for part in (query, key, value)]
+        if isinstance(mask, Tensor):
+            inputs = [part.detach().float().requires_grad_() for part in inputs]
+        mixed = attend(*inputs, mask, False)
+        results.append([mixed, *torch.autograd.grad(mixed, inputs, above.to(mixed.dtype))])
+    pairs = ((one, other.detach()) for one, other in zip(*results, strict=True))
+    return [float((one.detach().float() - other).norm() / other.norm()) for one, other in pairs]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -121,7 +187,7 @@ def use(model: nn.Module, kind: str) -> None:
     Raises:
         UsageError: the model or this machine does not support it.
     """
-    if kind == "sdpa" or not torch.cuda.is_available():
+    if kind in ("auto", "sdpa") or not torch.cuda.is_available():
         return
     try:
         model.set_attn_implementation(_OF_TRANSFORMERS[kind])  # type: ignore[operator]
@@ -164,14 +230,23 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
         return _flex(value.device)(query, key, value, **of_flex)  # type: ignore[no-any-return]
     from torch.nn.attention.varlen import varlen_attn
 
-    if value.dtype not in (torch.bfloat16, torch.float16):
+    if value.dtype not in _HALVES:
         what = f"flash attention computes in 16 bits, not in {str(value.dtype).removeprefix('torch.')}"
         raise UsageError(what, where="task.attention=flash", remedy="use precision=bf16, or task.attention=flex")
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
-    attention: Any = functools.partial(varlen_attn, window_size=(-1, 0))  # each token sees itself and those before it
-    mixed: Tensor = attention(*flat, *places, enable_gqa=shares).unflatten(0, (len(value), -1)).transpose(1, 2)
+    # Each token sees itself and those before it. Without splits, other documents do not change a document's bits.
+    options = {"window_size": (-1, 0), "enable_gqa": shares} | ({"num_splits": 1} if _has_splits() else {})
+    attention: Any = functools.partial(varlen_attn, **options)
+    mixed: Tensor = attention(*flat, *places).unflatten(0, (len(value), -1)).transpose(1, 2)
     return mixed
+
+
+@functools.cache
+def _has_splits() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "num_splits" in inspect.signature(varlen_attn).parameters  # torch 2.11 may lack it
 
 
 def _shares_heads(value: Tensor, mask: Tensor | None) -> bool:

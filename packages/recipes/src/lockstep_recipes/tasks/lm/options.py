@@ -96,10 +96,11 @@ class LmOptions(TableOptions):
     packing: bool = True
     """Pack several documents into a row. Attention and positions do not cross documents. Without packing, a row is a
     document or a piece of one, and rows are padded to the longest of their micro-batch."""
-    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     """How attention is limited to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` (torch's
     flex attention) and `flash` (flash attention, in 16 bits; transformers models need the package `flash-attn`) require
-    CUDA and do not need that mask."""
+    CUDA and do not need that mask. `auto`: `flash` for Lockstep's own model on CUDA in 16 bits, if it is not compiled
+    and a trial at the start gives what a mask gives; otherwise `sdpa`."""
     columns: LmColumnsOptions = LmColumnsOptions()
     chat: bool = False
     """Format prompts and answers with the tokenizer's chat template."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep.core import devices
 from lockstep.core.blocks import COMPILED_WITH
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
@@ -62,6 +63,8 @@ class LanguageModel(LmTask):
         self.folder, self.stream = None, None
         self.new_weights, self.parameters = [], 0
         self._trained = False
+        is_auto = options.attention == "auto" and options.packing
+        self._gives_begins = options.attention == "flash" or (is_auto and devices.gpus() > 0)
 
     def setup(self, folder: Path, trained: bool) -> None:
         """Save the tokenizer and the model's config in `folder`, in the format of Hugging Face."""
@@ -232,7 +235,7 @@ class LanguageModel(LmTask):
             checked = (model, models.vocabulary(self.config), type(model).__name__)
             models.check_causal(*checked)
             if self.options.packing:
-                models.check_no_leak(*checked, masked=self.options.attention == "sdpa")
+                models.check_no_leak(*checked, masked=self.options.attention in ("auto", "sdpa"))
             if self.loss_chunk(model, torch.device("cpu")) is not None:
                 models.check_head(*checked)
         attention.use(model, self.options.attention)
@@ -288,7 +291,7 @@ class LanguageModel(LmTask):
         batch["bytes"] = torch.tensor([row.bytes for row in samples])
         if any(len(row.documents) and row.documents[-1] for row in samples):
             batch["documents"], batch["positions"] = padded("documents", -1), padded("positions", 0)
-            if self.options.attention == "flash":
+            if self._gives_begins:
                 batch["begins"] = attention.begins_of(batch["positions"])
         prompts = [prompt for row in samples for prompt in row.prompts]
         if prompts:
