@@ -61,6 +61,23 @@ def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
     assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
 
 
+def test_warm_process_that_cannot_start_makes_ranks_start_cold(monkeypatch, capfd):
+    def fail():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(warm_process, "_warm_pid", None)
+    monkeypatch.setattr(warm_process.forkserver, "ensure_running", fail)
+    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", lambda modules: None)
+    before = dict(os.environ)
+    warm_process.start()
+    assert capfd.readouterr().err == (
+        "note: the process to fork ranks from did not start ([Errno 24] Too many open files), so ranks start cold: "
+        "each of them imports torch\n"
+    )
+    assert warm_process._warm_pid is None
+    assert dict(os.environ) == before
+
+
 @pytest.mark.exhaustive
 def test_warm_process_starts_under_a_long_tmpdir(tmp_path):
     folder = tmp_path / ("long" * 30)  # no socket can have such a path

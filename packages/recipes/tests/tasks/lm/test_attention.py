@@ -151,7 +151,8 @@ def test_a_batch_has_what_its_attention_needs(tmp_path, monkeypatch, kind):
     task = small_task(lm_cases.corpus(tmp_path), attention=kind)
     data, model = task.train_data(), task.model()
     batch = task.collate([data[index] for index in range(len(data) - 4, len(data))])
-    masks = {"auto": attention.Groups, "sdpa": attention.Groups, "flex": flex_attention.BlockMask, "flash": attention.PackedSequences}
+    masks = {"auto": attention.Groups, "sdpa": attention.Groups}
+    masks |= {"flex": flex_attention.BlockMask, "flash": attention.PackedSequences}
     assert isinstance(attention.mask_for(kind, model.eval(), batch), attention.Groups)  # without CUDA
     of_transformers = small_task(lm_cases.corpus(tmp_path), config=lm_cases.LLAMA).model()
     assert isinstance(attention.mask_for("sdpa", of_transformers, batch), torch.Tensor)
