@@ -39,7 +39,7 @@ class LocalSums:
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
         self.rank, self.sockets = rank, sockets
-        self._unread: list[_Sum] = []  # begun before, in order
+        self._last: Callable[[], list[float]] | None = None
 
     def begin(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Send `values` to the other ranks. The function that is returned waits for theirs, and sums in rank order.
@@ -47,25 +47,19 @@ class LocalSums:
         Raises:
             DistNetworkError: the process of another rank has ended, or it sent something else.
         """
-        begun = _Sum(self, values)
-        self._unread.append(begun)
+        if self._last is not None:
+            self._last()  # messages arrive in order
         message = array("d", values).tobytes()
         for rank, connection in self.sockets.items():
             with _lost(rank):
                 connection.send(message)
-        return begun
+        self._last = functools.cache(functools.partial(self._summed, values))
+        return self._last
 
-    def read_until(self, wanted: _Sum) -> None:
-        """Read what the other ranks sent for this sum, and for those that began before it."""
-        while wanted in self._unread:
-            one = self._unread[0]
-            rows = {rank: self._received(rank, len(one.own)) for rank in self.sockets}
-            rows[self.rank] = one.own
-            one.found = [
-                functools.reduce(operator.add, of_ranks)
-                for of_ranks in zip(*(rows[rank] for rank in sorted(rows)), strict=True)
-            ]
-            del self._unread[0]
+    def _summed(self, own: Sequence[float]) -> list[float]:
+        rows = {rank: self._received(rank, len(own)) for rank in self.sockets} | {self.rank: own}
+        columns = zip(*(rows[rank] for rank in sorted(rows)), strict=True)
+        return [functools.reduce(operator.add, column) for column in columns]
 
     def _received(self, rank: int, count: int) -> Sequence[float]:
         with _lost(rank):
@@ -79,17 +73,6 @@ class LocalSums:
         """Close the connections."""
         for connection in self.sockets.values():
             connection.close()
-
-
-class _Sum:
-    """A sum that has begun; calling it waits for the result."""
-
-    def __init__(self, sums: LocalSums, values: Sequence[float]) -> None:
-        self.sums, self.own, self.found = sums, tuple(values), list[float]()
-
-    def __call__(self) -> list[float]:
-        self.sums.read_until(self)
-        return list(self.found)
 
 
 @contextlib.contextmanager
