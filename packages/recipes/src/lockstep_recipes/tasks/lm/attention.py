@@ -170,7 +170,7 @@ def _distances(device: torch.device, dtype: torch.dtype, heads: int, shared: int
         inputs = [part.clone().requires_grad_() for part in (query, key, value)]
         if isinstance(mask, Tensor):
             inputs = [part.detach().float().requires_grad_() for part in inputs]
-        mixed = attend(*inputs, mask, False)
+        mixed = attend(inputs[0], inputs[1], inputs[2], mask, False)
         results.append([mixed, *torch.autograd.grad(mixed, inputs, above.to(mixed.dtype))])
     pairs = ((one, other.detach()) for one, other in zip(*results, strict=True))
     return [float((one.detach().float() - other).norm() / other.norm()) for one, other in pairs]
@@ -236,7 +236,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
     # Each token sees itself and those before it. Without splits, other documents do not change a document's bits.
-    options = {"window_size": (-1, 0), "enable_gqa": shares} | ({"num_splits": 1} if _has_splits() else {})
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": shares}
+    options |= {"num_splits": 1} if _has_splits() else {}
     attention: Any = functools.partial(varlen_attn, **options)
     mixed: Tensor = attention(*flat, *places).unflatten(0, (len(value), -1)).transpose(1, 2)
     return mixed
