@@ -236,9 +236,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
     # Each token sees itself and those before it. Without splits, other documents do not change a document's bits.
-    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": shares}
-    options |= {"num_splits": 1} if _has_splits() else {}
-    attention: Any = functools.partial(varlen_attn, **options)
+    of_flash: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": shares}
+    of_flash |= {"num_splits": 1} if _has_splits() else {}
+    attention: Any = functools.partial(varlen_attn, **of_flash)
     mixed: Tensor = attention(*flat, *places).unflatten(0, (len(value), -1)).transpose(1, 2)
     return mixed
 
