@@ -75,7 +75,7 @@ tests memory 40 tests/gpu/test_memory.py
 
 # Then attention, the compiler, and known answers.
 if [ $device = cuda ]; then
-    for kind in sdpa flex flash; do train $kind 35 task.attention=$kind; done
+    for kind in sdpa flex auto; do train $kind 35 task.attention=$kind; done
     train compiled-blocks 60 compute.compile=blocks
 else
     train sdpa 100 task.small='{layers: 1, width: 32, heads: 2}' task.length=64 batch.global=4 train.steps=4 precision=fp32
@@ -88,6 +88,6 @@ part profile 40 more.log "$python" -m lockstep train digits precision=bf16 devic
 tests verify 60 tests/gpu/test_training.py -k verify
 
 cat "$work"/bench-*.md > "$OUT/bench.md" 2> /dev/null
-for run in sdpa flex flash compiled-blocks; do tail -n 3 "$work/$run/metrics.jsonl" >> "$OUT/more.log" 2> /dev/null; done
+for run in sdpa flex auto compiled-blocks; do tail -n 3 "$work/$run/metrics.jsonl" >> "$OUT/more.log" 2> /dev/null; done
 grep -hE "^(FAILED|ERROR)|^E   |passed|failed" "$OUT/tests.log" | cut -c1-220 | tail -60
 cat "$OUT/summary.txt" "$OUT/bench.md" 2> /dev/null

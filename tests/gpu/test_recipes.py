@@ -4,9 +4,11 @@ import json
 import math
 
 import pytest
+import torch
 
 from lockstep.configs import config_file
 from lockstep.trainer.trainer import Trainer
+from lockstep_recipes.tasks.lm import attention
 from tests import box_cases, image_cases, lm_cases, mask_cases, risk_cases, text_cases
 from tests.gpu import cases
 
@@ -89,3 +91,11 @@ def test_recipe_trains_with_finite_losses_and_does_not_wait_for_the_device(recip
     assert all(math.isfinite(value) for name, value in results.items() if "loss" in name), results
     within = [line for step in reads.by_step[1:-1] for line in step]
     assert not within, "\n".join(within)
+
+
+@pytest.mark.parametrize(("shared", "width"), [(4, 64), (2, 64), (1, 128)])
+def test_flash_attention_over_documents_is_that_of_a_mask(cuda, shared, width):
+    if torch.cuda.get_device_capability(cuda.device) < attention._CAPABILITY:
+        pytest.skip("flash attention needs a GPU of compute capability 8.0")
+    assert not attention._fault_of_flash(cuda.device, torch.bfloat16, 4, shared, width)
+    assert max(attention._distances(cuda.device, torch.bfloat16, 4, shared, width)) < attention._APART
