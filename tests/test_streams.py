@@ -283,3 +283,34 @@ def test_evaluation_data_cannot_be_a_stream(tmp_path):
     runs.fit(task, settings(3), tmp_path)
     with pytest.raises(LockstepError, match="a Stream, which has no samples by index"):
         lockstep.Trainer(settings(3), run_dir=tmp_path, quiet=True).predict(task, task.train_data())
+
+
+class Noisy(torch.utils.data.IterableDataset):
+    """Its samples have the noise of its own generator."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __iter__(self):
+        yield from (float(self.rng.normal()) for _ in range(4))
+
+
+def test_each_pass_reads_the_source_as_it_was_given():
+    rng = np.random.default_rng(0)
+    stream = lockstep.Stream(Noisy(rng))
+    expected = np.random.default_rng(0).normal(size=4).tolist()
+    for position in range(8):
+        rng.normal()  # others use the generator, too
+        assert stream[position] == expected[position % 4]
+
+
+def test_a_pass_that_begins_differently_when_a_run_resumes_is_an_error():
+    """Although the run is shorter than the distance of two states."""
+    numbers = itertools.count()
+    first, again = (lockstep.Stream(lambda: [next(numbers), 1, 2]) for _ in range(2))
+    samples = [first[position] for position in range(5)]
+    assert samples == [0, 1, 2, 1, 1]
+    first.passed(first.take_places())
+    again.begin_at(first.newest_mark(5))
+    with pytest.raises(LockstepError, match=r"sample 3 \(sample 0 of pass 2\) differs from the sample when the state"):
+        again[5]

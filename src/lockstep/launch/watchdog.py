@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lockstep.core.code_files import LOCKSTEP, library_of, lockstep_folders
 from lockstep.core.debugging import is_in_debugger
 from lockstep.core.errors import RankError
+from lockstep.core.parallel import local_sums
 from lockstep.core.parallel.heartbeat import Phase, is_orphan
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.torch_internals import MainThread
@@ -175,6 +176,7 @@ class Watchdog:
         idle = time.monotonic() - self.worked_since
         process = f"rank {self.rank} ({socket.gethostname()}, process {os.getpid()})"
         head = f"{process}: {phase}, step {max(0, self.heartbeat.step)}, silent for {idle:.0f} s, "
+        head += "" if local_sums.waits_for is None else f"waits for the units of rank {local_sums.waits_for}, "
         where = f"at {inner.filename}:{inner.lineno} in {inner.name}\n"
         return head + where + "".join(traceback.format_list(frames))
 

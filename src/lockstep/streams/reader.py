@@ -55,7 +55,8 @@ class Reader:
     """
 
     def __init__(self, source: Any, length: int | None, every: int) -> None:
-        self.source, self.length, self.every = source, length, every
+        self.source = source if _is_function(source) else _copied(source)  # as it was given
+        self.length, self.every = length, every
         self.marks = [Mark(0, 0, 0, None, "")]
         self.new: list[Mark] = []
         """Marks made since they were last collected."""
@@ -160,7 +161,7 @@ class Reader:
                 raise self._wrong_length(f"more than {number_of(self.length, 'sample')}")
             if not self._is_expected(sample):
                 continue
-            if marks:
+            if marks or not self.within:
                 self._add(Mark(self.position, self.number, self.within, state, digest_of(sample)))
             self.position, self.within = self.position + 1, self.within + 1
             if self._keeps:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from lockstep.core import keywords
 from lockstep.core.build import Run
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data import private_generators
 from lockstep.core.data.order import Indices
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.errors import UsageError, number_of
@@ -82,6 +83,10 @@ class Stream(Dataset[Any]):
         self.order = InTurn(length)
         """The order of the samples of an epoch; see `core.data.order.Order`."""
         self.length = length
+        if kept := None if hasattr(samples, "__iter__") else private_generators.kept_for(samples):
+            what = f"the function uses the generator {kept}, which Lockstep seeds for each sample of `prepare`"
+            remedy = "make the generator in the function, or give an iterable: each pass reads a copy of it"
+            raise UsageError(what, where="Stream(samples)", remedy=remedy)
         self.reader = Reader(samples, length, state_every)
         self._ahead: dict[int, Any] = {}
         self.marks: list[Mark] = []

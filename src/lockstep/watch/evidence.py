@@ -80,10 +80,11 @@ def checked_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.checked_step if checkpoint.checked_step >= 0 else None
 
 
-def so_far(run: Run, passed: Sequence[int]) -> str:
+def so_far(run: Run, passed: Sequence[int], now: int) -> str:
     """A sentence on what earlier checks have compared.
 
     Args:
+        now: the step whose check has failed.
         passed: the steps of the checks that have passed in this process.
     """
     step = run.checked_step
@@ -95,7 +96,8 @@ def so_far(run: Run, passed: Sequence[int]) -> str:
     before, last = counting[-2:]
     steps = f"step {last - 1}" if before + 2 == last else f"steps {before + 1} to {last - 1}"
     gap = f". No check looked at the gradients of {steps}" if before + 1 < last else ""
-    return f"The last check that counts is that of step {last}{gap}"
+    of_last = "of the state before this step" if last == now else f"that of step {last}"
+    return f"The last check that counts is {of_last}{gap}"
 
 
 def device_name(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks  # private; a test trains with such a hook
 
 from lockstep.core import step as engine
 from lockstep.core.build import Run
@@ -31,7 +32,7 @@ from lockstep.watch.history import FigureHistory
 from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
-from lockstep.watch.updates import Updates, is_of_engine
+from lockstep.watch.updates import Updates, are_of_engine
 from lockstep.watch.verdict import ROUNDING, Noise, Verdict, blamed_on_parts, named
 
 
@@ -137,8 +138,8 @@ class Watch(BuiltInPart):
 
     def start(self, training: Training) -> None:
         self.tell = training.tell
-        hooks = self.run.state.optimizer._optimizer_step_pre_hooks  # private; filled by `register_...`
-        self.sees_exchange = all(map(is_of_engine, hooks.values()))
+        own = self.run.state.optimizer._optimizer_step_pre_hooks  # private; filled by `register_...`
+        self.sees_exchange = are_of_engine(_global_optimizer_pre_hooks, own)
         if not self.sees_exchange and training.ranks > 1:
             training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
         if self.why_not:
@@ -455,11 +456,12 @@ class Watch(BuiltInPart):
             "link": "check the error counters of this link, and take the machine out if it happens again",
             "code": "make Task, model and Parts behave the same on all ranks; lockstep verify finds more",
             "not deterministic": "compute.deterministic=true names the kernels; lockstep verify finds more",
-            "unclear": "start three ranks, or replace one of the machines; lockstep doctor check-device tests each",
+            "unclear": "start without the Parts that are named; else with three ranks, or with one of the machines "
+            "replaced; lockstep doctor check-device tests each",
             "data": "make all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(
-            f"{verdict.kind}: {verdict.text}. {evidence.so_far(self.run, self.passed)}. Nothing is saved{where}",
+            f"{verdict.kind}: {verdict.text}. {evidence.so_far(self.run, self.passed, step)}. Nothing is saved{where}",
             where=f"step {step}, watch.every={self.every}",
             remedy=remedies[verdict.kind],
         )

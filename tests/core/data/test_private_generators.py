@@ -15,6 +15,7 @@ from lockstep import Stream, Trainer
 from lockstep.core.data import private_generators
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.data.order import MicroBatchPlan, derive_seed
+from lockstep.core.errors import UsageError
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -275,7 +276,39 @@ class Shuffled(torch.utils.data.IterableDataset):
 
 
 def test_generators_of_streams_are_left_out():
-    assert places(data=Stream(Shuffled()), Task=SimpleNamespace(source=Shuffled())) == []
+    assert places(data=Stream(Shuffled())) == []
+    assert places(data=SimpleNamespace(inner=Shuffled())) == ["data.inner.rng"]  # read by index
+
+
+class Texts:
+    """A task whose stream may use a generator that the task keeps."""
+
+    def __init__(self):
+        self.rng, self.flip, self.count = random.Random(0), SimpleNamespace(draws=[torch.Generator()]), 3
+
+    def plain(self):
+        yield from range(self.count)
+
+    def shuffled(self):
+        yield from self.drawn()
+
+    def drawn(self):
+        return [self.rng.random() for _ in range(self.count)]
+
+    def flipped(self):
+        return [torch.rand(1, generator=self.flip.draws[0])]
+
+
+def test_a_generator_that_a_function_of_a_stream_shares_with_its_object_is_found():
+    texts = Texts()
+    assert private_generators.kept_for(texts.plain) is None
+    assert private_generators.kept_for(list) is None
+    assert private_generators.kept_for(texts.shuffled) == "Texts.rng"
+    assert private_generators.kept_for(texts.flipped) == "Texts.flip.draws[0]"
+    assert private_generators.kept_for(lambda: texts.drawn()) == "Texts.rng"
+    assert private_generators.kept_for(lambda: range(texts.count)) is None
+    with pytest.raises(UsageError, match=r"Stream\(samples\): the function uses the generator Texts.rng"):
+        Stream(texts.shuffled)
 
 
 def test_global_generators_samplers_orders_and_those_of_the_system_are_left_out():

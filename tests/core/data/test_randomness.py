@@ -1,7 +1,9 @@
 """Samples that draw random numbers always, never or rarely are those of a loader that seeds every sample."""
 
+import copy
 import functools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.data import default_collate
 
 import lockstep
 from lockstep import Trainer
-from lockstep.core.data import randomness
+from lockstep.core.data import private_generators, randomness
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.data.randomness import GENERATORS, SampleSeeding, seed_all
@@ -149,6 +151,18 @@ def test_a_generator_that_nobody_draws_from_is_not_seeded_for_each_sample(monkey
     for number in range(100):
         seeding.seed(number)
     assert seeded == [GENERATORS[0]] * 100  # torch's
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_kept_generators_are_seeded_for_each_sample_because_a_copy_may_draw(lazily):
+    kept = private_generators.find(data=SimpleNamespace(rng=np.random.default_rng(0)))
+    seeding = SampleSeeding(lazily, kept)
+    seeding.begin(5)
+    draws = []
+    for number in range(3):
+        seeding.seed(number)
+        draws.append(copy.deepcopy(kept[0].generator).random())
+    assert len(set(draws)) == 3
 
 
 # ---- random numbers of the loss and of `collate`

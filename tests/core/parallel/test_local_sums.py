@@ -58,6 +58,12 @@ def other_user():
     return mock.patch.multiple(local_sums, _is_own=lambda connection: not is_other, _ACCEPT_S=0.1)
 
 
+def no_connection():
+    """Rank 1 cannot connect, and rank 0 need not wait until its patience ends."""
+    refused = mock.Mock(side_effect=OSError("not permitted"))
+    return mock.patch.multiple(local_sums, _RANK=mock.Mock(size=8, pack=refused), _ACCEPT_S=3600.0)
+
+
 def no_sockets():
     """Rank 1 may not make sockets."""
     refused = mock.Mock(side_effect=OSError("not permitted"))
@@ -68,7 +74,10 @@ def other_system():
     return mock.patch.object(local_sums.sys, "platform", "darwin")
 
 
-@pytest.mark.parametrize("change", mainly([other_user], [other_machine, other_user, no_sockets, other_system]))
+CHANGES = [other_machine, other_user, no_connection, no_sockets, other_system]
+
+
+@pytest.mark.parametrize("change", mainly([other_user], CHANGES))
 def test_ranks_that_cannot_connect_sum_with_gloo(change):
     for found, is_local, _ in run_ranks(2, sums, [change]):
         assert not is_local
@@ -82,6 +91,7 @@ def test_a_rank_that_has_ended_is_named():
         one.begin([1.0])
     one, other = pair()
     wait = one.begin([1.0])
+    assert local_sums.waits_for is None
     other.close()
     with contextlib.closing(one):
         for again in (wait, wait, lambda: one.begin([1.0])):

@@ -73,9 +73,36 @@ def _parts_to_enter(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((place, item) for place, item in _parts(value) if type(item) not in _LEAVES)
 
 
+def kept_for(function: Any) -> str | None:
+    """A generator that a function or a bound method uses, and that its object keeps, such as `Texts.rng`.
+
+    The object is that of the method, or one in the closure of the function.
+    """
+    code = getattr(function, "__func__", getattr(function, "func", function))
+    cells = reachable.closure(code) if isinstance(code, FunctionType) else ()
+    for owner in (getattr(function, "__self__", None), *(item for _, item in cells)):
+        for name in sorted(_named(code, type(owner)) & getattr(owner, "__dict__", {}).keys()):
+            found = walk(vars(owner)[name], f"{type(owner).__name__}.{name}", set())
+            for place, value in found:
+                if isinstance(value, OWN_GENERATORS):
+                    return reachable.text_of(place)
+    return None
+
+
+def _named(function: Any, kind: type) -> set[str]:
+    """The names in the code of a function, and in that of the methods of a class that it names."""
+    names, left = set[str](), [function]
+    while left:
+        code = getattr(left.pop(), "__code__", None)
+        new = {name for one in (codes_of(code) if code else ()) for name in one.co_names} - names
+        left += [vars(cls)[name] for cls in kind.__mro__ for name in new & vars(cls).keys()]
+        names |= new
+    return names
+
+
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and where."""
-    if _is_read_in_order(value):  # its generators shuffle a pass, and do not belong to a sample
+    if getattr(type(value), "reads_forward", False):  # its generators shuffle a pass, and do not belong to a sample
         return
     if isinstance(value, dict):
         named = reachable.items(value, _ITEMS)
@@ -135,11 +162,6 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 def _is_own(cls: type) -> bool:
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or "<string>"  # of a notebook
     return cls.__module__ not in sys.builtin_module_names and is_own_code(file)
-
-
-def _is_read_in_order(value: Any) -> bool:
-    kind = type(value)
-    return getattr(kind, "reads_forward", False) or any(one.__name__ == "IterableDataset" for one in kind.__mro__)
 
 
 def _seeds_itself(value: Any) -> bool:

@@ -157,15 +157,14 @@ class SampleSeeding:
     its own seed, and a sample that draws nothing is the same under any seed.
 
     Args:
-        lazily: treat all generators like these two. For data sets that read many samples at once.
+        lazily: treat all global generators like these two. For data sets that read many samples at once.
         private: generators of the data and the task.
     """
 
     def __init__(self, lazily: bool = False, private: Iterable[SeededGenerator] = ()) -> None:
         self.private = tuple(private)
         self._all = (*GENERATORS, *self.private)
-        eager = [generator for generator in self.private if generator.draw is None or not lazily]
-        self.drawn = (*(() if lazily else GENERATORS[:1]), *eager)
+        self.drawn = (*(() if lazily else GENERATORS[:1]), *self.private)
         """Samples draw from these generators."""
         self._others = tuple(generator for generator in self._all if generator not in self.drawn)
         self._seed: int | None = None

@@ -25,6 +25,8 @@ MOST_RANKS = 8
 """With more ranks, so many messages take longer than a few rounds over pairs of ranks."""
 MOST_VALUES = 1024
 """Of one sum: a message fits into the buffer of a socket, so that sending never waits."""
+waits_for: int | None = None
+"""The rank whose numbers this process waits for, for the report of a hang."""
 _ACCEPT_S = 30.0
 _RANK = struct.Struct("q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
@@ -62,8 +64,11 @@ class LocalSums:
         return [functools.reduce(operator.add, column) for column in columns]
 
     def _received(self, rank: int, count: int) -> Sequence[float]:
+        global waits_for
+        waits_for = rank
         with _lost(rank):
             message = self.sockets[rank].recv(8 * MOST_VALUES)
+        waits_for = None
         if len(message) != 8 * count:
             what = f"sent {len(message) // 8} values, and {count} were expected" if message else "closed its connection"
             raise dist.DistNetworkError(f"rank {rank} {what}")
@@ -106,18 +111,23 @@ def connected(
         places = exchange((own_key(), address))
         if len({key for key, _ in places}) > 1 or any(place is None for _, place in places):
             return None
+        assert listener is not None
         sockets: dict[int, socket.socket] = {}
-        closing = undo.enter_context(contextlib.ExitStack())
-        with contextlib.suppress(OSError):
+        closing, waits_s = undo.enter_context(contextlib.ExitStack()), min(_ACCEPT_S, timeout_s or _ACCEPT_S)
+        with contextlib.suppress(OSError):  # the other rank need not accept first
             for other in range(rank):
-                sockets[other] = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                sockets[other].connect(places[other][1])
-                sockets[other].send(_RANK.pack(rank))
-            assert listener is not None
-            listener.settimeout(_ACCEPT_S)
+                connection = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                connection.settimeout(waits_s)
+                connection.connect(places[other][1])
+                connection.send(_RANK.pack(rank))
+                sockets[other] = connection
+        if not all(exchange(len(sockets) == rank)):
+            return None
+        with contextlib.suppress(OSError):
+            listener.settimeout(waits_s)
             while len(sockets) < size - 1:
                 connection = closing.enter_context(listener.accept()[0])
-                connection.settimeout(_ACCEPT_S)
+                connection.settimeout(waits_s)
                 name = connection.recv(_RANK.size) if _is_own(connection) else b""
                 if len(name) == _RANK.size:
                     sockets[_RANK.unpack(name)[0]] = connection

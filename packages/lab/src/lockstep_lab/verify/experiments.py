@@ -439,6 +439,11 @@ class ExperimentRunner:
         """
         return self._bound_of(self._difference(name, first, f"{name}-reversed", second))
 
+    def is_repeatable(self, name: str, first: list[Recording], again: list[Recording]) -> bool:
+        """Whether the training `name` and its repetition, the training `name`-again, have the same losses and
+        weights."""
+        return self._difference(name, first, f"{name}-again", again).largest == 0
+
     def _bound_of(self, noise: TrainingDifference) -> float:
         return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=len(self.one_process()[0].losses))
 

@@ -222,9 +222,19 @@ def test_other_weights_and_other_losses_are_a_fault(monkeypatch):
 )
 def test_a_strategy_may_differ_by_its_own_rounding(monkeypatch, own, weights, status, bound):
     monkeypatch.setattr(ExperimentRunner, "rounding_bound_of", lambda self, name, first, second: own)
-    reverse = {"fsdp-reversed": [recording(LOSSES)] * 2}
-    result = compared(monkeypatch, weights=weights, check=on_mesh.strategies, **reverse)
+    monkeypatch.setattr(ExperimentRunner, "is_repeatable", lambda self, name, first, again: True)
+    more = {"fsdp-again": [recording(LOSSES)] * 2, "fsdp-reversed": [recording(LOSSES)] * 2}
+    result = compared(monkeypatch, weights=weights, check=on_mesh.strategies, **more)
     assert (result.status, result.bound) == (status, pytest.approx(bound))
+    assert any("round more than one process" in note for note in result.notes) == (1e-9 < weights <= 1e-8)
+
+
+def test_a_strategy_that_differs_from_itself_is_not_excused_by_rounding(monkeypatch):
+    monkeypatch.setattr(ExperimentRunner, "is_repeatable", lambda self, name, first, again: False)
+    again = {"fsdp-again": [recording(LOSSES)] * 2}
+    result = compared(monkeypatch, weights=2e-9, check=on_mesh.strategies, **again)
+    assert (result.status, result.bound) == ("fault", 1e-9)
+    assert "2 ranks with fsdp train a different model each time" in result.notes
 
 
 def test_other_tensors_are_named(monkeypatch):

@@ -23,9 +23,9 @@ def strategies(experiments: ExperimentRunner) -> CheckResult:
         config = experiments.exact_config(batch__micro=None, parallel__strategy=strategy, parallel__tensor=tensor)
         config["parallel"]["virtual_ranks"] = None  # the process that it is compared with has none
 
-        def train(reverse: bool = False) -> list[Recording]:
-            folder = f"{name}-reversed" if reverse else name
-            return experiments.train(folder, nproc, config, changes=experiments.exact_changes(reverse))
+        def train(how: str = "") -> list[Recording]:
+            changes = experiments.exact_changes(reverse=how == "reversed")
+            return experiments.train(f"{name}-{how}" if how else name, nproc, config, changes=changes)
 
         words = f"{nproc} ranks with {name}"
         return replicas.compare_with_one_process(experiments, name, train, words=words, rounds_differently=True)
