@@ -5,7 +5,8 @@ interleaved.
     python benchmarks/peers.py [--parts steps launch ...] [--rounds 5] [--systems ...] [--tiny]
 
 All parts train one small network on the CPU with two ranks and one thread each, without progress bars and trackers.
-Each system is used as documented: `peers_trainings.py`. Medians over rounds; in a round the systems alternate.
+Each system is used as documented: `peers_trainings.py`. Medians over rounds, with the least and the largest; in a round
+the systems alternate. The last two columns are Lockstep's ratios to the plain loop and to the best peer, by round.
 
     steps    seconds per step; and processor time of a rank, which other programs disturb less
     launch   seconds from the command to the end of the first step
@@ -40,6 +41,9 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from harness import ratios, spread  # noqa: E402
+
 SYSTEMS = ("plain", "lockstep", "lightning", "accelerate", "trainer")
 RANKS = 2
 HANG_S = 300
@@ -299,7 +303,11 @@ def measure(name, systems, options, folder):
                 values[system].append(None)
             print(f"    {values[system][-1]}", file=sys.stderr, flush=True)
             shutil.rmtree(place, ignore_errors=True)
-    return {system: _shown(found, scale) for system, found in values.items()}
+    best = _best(values) if scale is not None and rounds > 1 and "lockstep" in systems else None
+    row = {system: _shown(found, scale) for system, found in values.items()}
+    row["of plain"] = _ratio(values, "plain") if best is not None and "plain" in systems else ""
+    row["of the best peer"] = f"{_ratio(values, best)}, {best}" if best else ""
+    return row
 
 
 def _shown(found, scale):
@@ -310,7 +318,25 @@ def _shown(found, scale):
         )
     numbers = [scale * one for one in found if one is not None]
     failed = f", {len(found) - len(numbers)} failed" if len(numbers) < len(found) else ""
-    return f"{statistics.median(numbers):.3g}{failed}" if numbers else "failed"
+    if not numbers:
+        return "failed"
+    return f"{spread(numbers, '.3g')}{failed}" if len(numbers) > 1 else f"{numbers[0]:.3g}{failed}"
+
+
+def _best(values):
+    """The peer with the least median. Empty: there is none."""
+    medians = {
+        system: statistics.median([one for one in found if one is not None])
+        for system, found in values.items()
+        if system not in ("plain", "lockstep") and any(one is not None for one in found)
+    }
+    return min(medians, key=medians.get, default="")
+
+
+def _ratio(values, other):
+    """Lockstep's values over those of another system, round by round."""
+    pairs = [pair for pair in zip(values["lockstep"], values[other], strict=True) if None not in pair]
+    return spread(ratios(*zip(*pairs, strict=True))) if pairs else ""
 
 
 def versions():
@@ -340,7 +366,8 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="use small sizes, which only show that it runs")
     options = parser.parse_args()
     print(versions(), flush=True)
-    print(f"\n| | {' | '.join(options.systems)} |\n|---|{'---|' * len(options.systems)}", flush=True)
+    columns = [*options.systems, "of plain", "of the best peer"]
+    print(f"\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-peers-") as folder:
         for name in [part for part in options.parts if part in PARTS]:
             row = measure(name, options.systems, options, Path(folder))
