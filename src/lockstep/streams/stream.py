@@ -83,9 +83,9 @@ class Stream(Dataset[Any]):
         self.order = InTurn(length)
         """The order of the samples of an epoch; see `core.data.order.Order`."""
         self.length = length
-        if kept := None if hasattr(samples, "__iter__") else private_generators.kept_for(samples):
-            what = f"the function uses the generator {kept}, which Lockstep seeds for each sample of `prepare`"
-            remedy = "make the generator in the function, or give an iterable: each pass reads a copy of it"
+        if kept := private_generators.kept_for(getattr(type(samples), "__iter__", samples)):
+            what = f"it uses the generator {kept}, which Lockstep seeds for each sample of `prepare`"
+            remedy = "make the generator in the function, or give an iterable that holds it: each pass reads a copy"
             raise UsageError(what, where="Stream(samples)", remedy=remedy)
         self.reader = Reader(samples, length, state_every)
         self._ahead: dict[int, Any] = {}

@@ -280,6 +280,14 @@ def test_generators_of_streams_are_left_out():
     assert places(data=SimpleNamespace(inner=Shuffled())) == ["data.inner.rng"]  # read by index
 
 
+class Noise:
+    def __init__(self):
+        self.rng = random.Random(0)
+
+    def __call__(self, number):
+        return number + self.rng.random()
+
+
 class Texts:
     """A task whose stream may use a generator that the task keeps."""
 
@@ -307,8 +315,16 @@ def test_a_generator_that_a_function_of_a_stream_shares_with_its_object_is_found
     assert private_generators.kept_for(texts.flipped) == "Texts.flip.draws[0]"
     assert private_generators.kept_for(lambda: texts.drawn()) == "Texts.rng"
     assert private_generators.kept_for(lambda: range(texts.count)) is None
-    with pytest.raises(UsageError, match=r"Stream\(samples\): the function uses the generator Texts.rng"):
+    with pytest.raises(UsageError, match=r"Stream\(samples\): it uses the generator Texts.rng"):
         Stream(texts.shuffled)
+    noise = Noise()
+
+    class Noisy(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from map(noise, range(3))
+
+    with pytest.raises(UsageError, match=r"Stream\(samples\): it uses the generator Noise.rng"):
+        Stream(Noisy())
 
 
 def test_global_generators_samplers_orders_and_those_of_the_system_are_left_out():

@@ -81,8 +81,9 @@ def kept_for(function: Any) -> str | None:
     code = getattr(function, "__func__", getattr(function, "func", function))
     cells = reachable.closure(code) if isinstance(code, FunctionType) else ()
     for owner in (getattr(function, "__self__", None), *(item for _, item in cells)):
-        for name in sorted(_named(code, type(owner)) & getattr(owner, "__dict__", {}).keys()):
-            found = walk(vars(owner)[name], f"{type(owner).__name__}.{name}", set())
+        held = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
+        for name in sorted(_named(code, type(owner)) & held.keys()):
+            found = walk(held[name], f"{type(owner).__name__}.{name}", set())
             for place, value in found:
                 if isinstance(value, OWN_GENERATORS):
                     return reachable.text_of(place)
@@ -90,8 +91,9 @@ def kept_for(function: Any) -> str | None:
 
 
 def _named(function: Any, kind: type) -> set[str]:
-    """The names in the code of a function, and in that of the methods of a class that it names."""
-    names, left = set[str](), [function]
+    """The names in the code of a function, and in that of the methods of a class that it names or calls."""
+    names, calls = set[str](), [vars(cls)["__call__"] for cls in kind.__mro__ if "__call__" in vars(cls)]
+    left = [function, *calls]
     while left:
         code = getattr(left.pop(), "__code__", None)
         new = {name for one in (codes_of(code) if code else ()) for name in one.co_names} - names
