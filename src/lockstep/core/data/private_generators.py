@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.core.code_files import is_own_code
-from lockstep.core.data import reachable
+from lockstep.core.data import dataset, reachable
 from lockstep.core.data.randomness import OWN_GENERATORS, SeededGenerator
 
 _OBJECTS = 20_000
@@ -104,7 +104,7 @@ def _named(function: Any, kind: type) -> set[str]:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and where."""
-    if getattr(type(value), "reads_forward", False):  # its generators shuffle a pass, and do not belong to a sample
+    if dataset.forward(type(value)):  # its generators shuffle a pass, and do not belong to a sample
         return
     if isinstance(value, dict):
         named = reachable.items(value, _ITEMS)
