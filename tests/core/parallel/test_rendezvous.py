@@ -89,7 +89,7 @@ def test_who_is_missing_is_named_in_time(monkeypatch):
 
     def until_two_have_met(patience, missing):
         if missing in ("rank 1", "some of the other ranks"):
-            patience.deadline = 0.0
+            patience.timeout_s = 0.0
         rest(patience, missing)
 
     monkeypatch.setattr(rendezvous._Patience, "rest", until_two_have_met)
