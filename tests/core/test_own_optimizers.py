@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lockstep import Trainer
-from lockstep.core import optimizer_class
 from lockstep.core.errors import LockstepError
 from lockstep.core.optimizer_class import Optimizers
 from lockstep.core.parallel.precision import Precision
@@ -408,19 +407,3 @@ def test_a_plateau_without_evaluations_is_refused(tmp_path):
     settings = runs.config(schedule={"name": "plateau", "plateau": PLATEAU})
     with pytest.raises(LockstepError, match="the run never evaluates"):
         runs.fit(own_tasks.Masked(), settings, tmp_path / "run")
-
-
-def test_a_subclass_updates_once_although_torch_calls_its_hooks_twice():
-    weight = torch.ones(2, requires_grad=True)
-    torch.optim.Adam([weight])  # from now on, torch calls hooks in the step of the parent class, too
-
-    class Again(torch.optim.Adam):
-        def step(self, closure=None):
-            return super().step(closure)
-
-    optimizer, hooks, calls = Again([weight]), [], []
-    optimizer.register_step_pre_hook(lambda *_: hooks.append(0))
-    optimizer_class.before_updates(optimizer, lambda: calls.append(0))
-    for _ in range(3):
-        optimizer.step()
-    assert (len(hooks), len(calls)) == (6, 3)

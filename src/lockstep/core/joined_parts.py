@@ -24,7 +24,7 @@ from lockstep.core.code_files import LOCKSTEP, library_of
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import LockstepError, TrainingError, UsageError, frame_of_task
 from lockstep.core.log_window import LogWindow
-from lockstep.core.optimizer_class import before_updates, fused_on_cpu, match_strides
+from lockstep.core.optimizer_class import fused_on_cpu, match_strides
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World
 from lockstep.core.part import EVENTS, Part, Training, label, overrides
@@ -137,7 +137,7 @@ class JoinedParts:
             self.call("start")
             if self._needs["before_update"]:
                 parts = weakref.ref(self)  # a cycle would be freed late, and with it the memory of the model
-                before_updates(self.state.optimizer, lambda: _before_update(parts()))
+                self.state.optimizer.register_step_pre_hook(lambda *_: _before_update(parts()))
 
     def call(self, event: str) -> None:
         """Call the Parts that need an event, in their order.

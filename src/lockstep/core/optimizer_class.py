@@ -214,24 +214,7 @@ def seed_updates(optimizer: torch.optim.Optimizer, seed: int, step: Callable[[],
         what = f"{type(optimizer).__name__} was made without torch.optim.Optimizer.__init__"
         raise UsageError(what, where="optim.name", remedy="call super().__init__(groups, defaults) in its constructor")
     if not is_of_torch(optimizer):
-        before_updates(optimizer, lambda: seed_forward(derive_seed(seed, step(), _UPDATE), device))
-
-
-def before_updates(optimizer: torch.optim.Optimizer, call: Callable[[], object]) -> None:
-    """Call `call` before each update.
-
-    torch calls a hook a second time if the step of a subclass calls that of its class, once the process has made an
-    optimizer of that class.
-    """
-    inside = [False]
-
-    def begin(*_: Any) -> None:
-        is_first, inside[0] = not inside[0], True
-        if is_first:
-            call()
-
-    optimizer.register_step_pre_hook(begin)
-    optimizer.register_step_post_hook(lambda *_: inside.__setitem__(0, False))
+        optimizer.register_step_pre_hook(lambda *_: seed_forward(derive_seed(seed, step(), _UPDATE), device))
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
