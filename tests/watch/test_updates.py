@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.optim import adam
-from torch.optim import optimizer as optimizer_module
 
 from lockstep import Part, Trainer
 from lockstep.core.checkpoint import store
@@ -293,37 +292,3 @@ def test_the_step_that_a_scheduler_of_torch_wraps_is_that_of_the_class():
     assert updates._why_not(optimizer) == ""
     optimizer.step = lambda: None
     assert "replaced the optimizer's step" in updates._why_not(optimizer)
-
-
-class WithHook(own_tasks.Deep):
-    """Changes gradients in a hook of all optimizers, equally on all ranks."""
-
-    def optimizer(self, groups):
-        optimizer_module.register_optimizer_step_pre_hook(shrink)
-        return torch.optim.SGD(groups, lr=0.01)
-
-
-def shrink(optimizer, *_):
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad.mul_(0.5)
-
-
-def with_hook_of_all_optimizers(settings, folder):
-    try:
-        Trainer(settings, run_dir=folder, quiet=True).fit(WithHook())
-    finally:
-        optimizer_module._global_optimizer_pre_hooks.clear()
-
-
-def test_hooks_of_all_optimizers_are_not_taken_for_faults(tmp_path):
-    settings = cases.settings(2, "ddp", train={"steps": 6}) | {"optim": {}}
-    run_ranks(2, with_hook_of_all_optimizers, settings, tmp_path)
-    assert "the watch does not check the mean of the gradients" in (tmp_path / "train.log").read_text()
-    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    handle = optimizer_module.register_optimizer_step_post_hook(shrink)
-    try:
-        assert updates._why_not(optimizer) == "the optimizer has hooks after its step"
-    finally:
-        handle.remove()
-    assert updates._why_not(optimizer) == ""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks  # private; a test trains with such a hook
 
 from lockstep.core import step as engine
 from lockstep.core.build import Run
@@ -32,7 +31,7 @@ from lockstep.watch.history import FigureHistory
 from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
-from lockstep.watch.updates import Updates, are_of_engine
+from lockstep.watch.updates import Updates, is_of_engine
 from lockstep.watch.verdict import ROUNDING, Noise, Verdict, blamed_on_parts, named
 
 
@@ -138,8 +137,8 @@ class Watch(BuiltInPart):
 
     def start(self, training: Training) -> None:
         self.tell = training.tell
-        own = self.run.state.optimizer._optimizer_step_pre_hooks  # private; filled by `register_...`
-        self.sees_exchange = are_of_engine(_global_optimizer_pre_hooks, own)
+        hooks = self.run.state.optimizer._optimizer_step_pre_hooks  # private; filled by `register_...`
+        self.sees_exchange = all(map(is_of_engine, hooks.values()))
         if not self.sees_exchange and training.ranks > 1:
             training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
         if self.why_not:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _default_to_fused_or_foreach, _global_optimizer_post_hooks  # private; tested
+from torch.optim.optimizer import _default_to_fused_or_foreach  # private; a test trains with each class
 
 from lockstep.core import optimizer_class
 from lockstep.core.build import Run
@@ -307,15 +307,13 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return f"{kinds} does not update elements independently"
     if any(not _steps_as_its_class(member) for member in members):
         return "code has replaced the optimizer's step"
-    hooks = [one._optimizer_step_post_hooks for one in (optimizer, *members)]
-    return "" if are_of_engine(_global_optimizer_post_hooks, *hooks) else "the optimizer has hooks after its step"
+    hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
+    return "" if all(map(is_of_engine, hooks)) else "the optimizer has hooks after its step"
 
 
-def are_of_engine(*hooks: Mapping[Any, Any]) -> bool:
-    """Whether all hooks of an optimizer, or of all optimizers, are code of Lockstep. A `partial` is judged by its
-    function."""
-    found = [getattr(hook, "func", hook) for some in hooks for hook in some.values()]
-    return all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in found)
+def is_of_engine(hook: Any) -> bool:
+    """Whether a hook is code of Lockstep. A `functools.partial` is judged by its function."""
+    return getattr(getattr(hook, "func", hook), "__module__", "").startswith("lockstep.")
 
 
 def _steps_as_its_class(member: Any) -> bool:
