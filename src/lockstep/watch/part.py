@@ -455,8 +455,8 @@ class Watch(BuiltInPart):
             "link": "check the error counters of this link, and take the machine out if it happens again",
             "code": "make Task, model and Parts behave the same on all ranks; lockstep verify finds more",
             "not deterministic": "compute.deterministic=true names the kernels; lockstep verify finds more",
-            "unclear": "start without the Parts that are named; else with three ranks, or with one of the machines "
-            "replaced; lockstep doctor check-device tests each",
+            "unclear": "if Parts are named, start without them; otherwise start three ranks, or replace one of the "
+            "machines; lockstep doctor check-device tests each",
             "data": "make all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(

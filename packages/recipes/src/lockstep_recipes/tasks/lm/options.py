@@ -100,7 +100,7 @@ class LmOptions(TableOptions):
     """How attention is limited to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` (torch's
     flex attention) and `flash` (flash attention, in 16 bits; transformers models need the package `flash-attn`) require
     CUDA and do not need that mask. `auto`: `flash` for Lockstep's own model on CUDA in 16 bits, if it is not compiled
-    and a trial at the start gives what a mask gives; otherwise `sdpa`."""
+    and a trial in the first step gives what a mask gives; otherwise `sdpa`."""
     columns: LmColumnsOptions = LmColumnsOptions()
     chat: bool = False
     """Format prompts and answers with the tokenizer's chat template."""
