@@ -4,15 +4,20 @@ import contextlib
 import functools
 import operator
 import os
+import re
 import socket
+import threading
+import time
+from concurrent import futures
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lockstep.core.parallel import local_sums
+from lockstep.core.parallel import local_sums, world
 from lockstep.core.parallel.local_sums import LocalSums
 from lockstep.core.parallel.world import World, join_world
+from lockstep.launch.watchdog import Watchdog
 from tests.ranks import run_ranks
 from tests.selection import mainly
 
@@ -30,11 +35,11 @@ def sums(world_changes=()):
     with contextlib.ExitStack() as stack:
         for change in world_changes:
             stack.enter_context(change())
-        world = stack.enter_context(join_world("cpu"))
-        own = VALUES[world.rank % len(VALUES)]
-        first, second = world.all_sum_later(own), world.all_sum_later([1.0])
-        found = [second(), first(), first(), world.all_sum_later([float(world.rank)] * 2000)()[:1]]
-        return found, world.local_sums is not None, world.all_sum(own)
+        joined = stack.enter_context(join_world("cpu"))
+        own = VALUES[joined.rank % len(VALUES)]
+        first, second = joined.all_sum_later(own), joined.all_sum_later([1.0])
+        found = [second(), first(), first(), joined.all_sum_later([float(joined.rank)] * 2000)()[:1]]
+        return found, joined.local_sums is not None, joined.all_sum(own)
 
 
 @pytest.mark.parametrize("size", mainly([2, 3], [2, 3, 5, 8]))
@@ -49,7 +54,7 @@ def test_sums_are_those_of_gloo_in_the_order_of_ranks(size):
 
 
 def other_machine():
-    return mock.patch.object(local_sums, "own_key", return_value=f"machine of {os.environ['RANK']}")
+    return mock.patch.object(world, "own_key", return_value=f"machine of {os.environ['RANK']}")
 
 
 def other_user():
@@ -117,5 +122,29 @@ def test_a_process_of_a_different_user_is_refused(monkeypatch):
     assert local_sums._is_own(one.sockets[1])
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert not local_sums._is_own(one.sockets[1])
+    one.close()
+    other.close()
+
+
+def test_a_rank_that_waits_says_for_whom_in_the_report_of_a_hang(monkeypatch):
+    monkeypatch.setattr(local_sums, "waits_for", 3)
+    watchdog = mock.Mock(rank=0, worked_since=0.0, main=threading.main_thread().ident)
+    watchdog.heartbeat.configure_mock(phase=2, step=7)
+    assert re.match(
+        r"rank 0 \(.*\): training, step 7, silent for \d+ s, waits for the units of rank 3, at ",
+        (Watchdog._stack(watchdog)),
+    )
+
+
+def test_the_rank_that_is_waited_for_is_known_while_it_lasts():
+    one, other = pair()
+    wait = one.begin([1.0])
+    with futures.ThreadPoolExecutor() as pool:
+        found = pool.submit(wait)
+        while local_sums.waits_for != 1:
+            time.sleep(0.001)
+        other.begin([2.0])
+        assert found.result() == [3.0]
+    assert local_sums.waits_for is None
     one.close()
     other.close()

@@ -1,7 +1,7 @@
-"""Sums over the few ranks of one machine, through sockets between each two of them.
+"""Sums over a few ranks of one machine, over a socket between each pair of ranks.
 
 An all-reduce of gloo wakes two more threads on each rank. Where ranks share cores, this takes 0.5 ms of a step. Here a
-rank sends its numbers to each other rank, and reads theirs when it needs the sum, without any thread.
+rank sends its numbers to every other rank, and reads theirs when it needs the sum, without further threads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.core.parallel.nodes import own_key
-
 MOST_RANKS = 8
-"""With more ranks, so many messages take longer than a few rounds over pairs of ranks."""
+"""Each rank sends a message to each other rank. More ranks use `tree`, or gloo."""
 MOST_VALUES = 1024
-"""Of one sum: a message fits into the buffer of a socket, so that sending never waits."""
+"""The most values of a sum: a message fits into the buffer of a socket, so that sending never waits."""
 waits_for: int | None = None
 """The rank whose numbers this process waits for, for the report of a hang."""
 _ACCEPT_S = 30.0
@@ -53,8 +51,10 @@ class LocalSums:
             self._last()  # messages arrive in order
         message = array("d", values).tobytes()
         for rank, connection in self.sockets.items():
-            with _lost(rank):
+            try:
                 connection.send(message)
+            except OSError as error:
+                raise _lost(rank, error) from error
         self._last = functools.cache(functools.partial(self._summed, values))
         return self._last
 
@@ -66,9 +66,12 @@ class LocalSums:
     def _received(self, rank: int, count: int) -> Sequence[float]:
         global waits_for
         waits_for = rank
-        with _lost(rank):
+        try:
             message = self.sockets[rank].recv(8 * MOST_VALUES)
-        waits_for = None
+        except OSError as error:
+            raise _lost(rank, error) from error
+        finally:
+            waits_for = None
         if len(message) != 8 * count:
             what = f"sent {len(message) // 8} values, and {count} were expected" if message else "closed its connection"
             raise dist.DistNetworkError(f"rank {rank} {what}")
@@ -80,12 +83,8 @@ class LocalSums:
             connection.close()
 
 
-@contextlib.contextmanager
-def _lost(rank: int) -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise dist.DistNetworkError(f"the connection to rank {rank} failed: {error}") from error
+def _lost(rank: int, error: OSError) -> dist.DistNetworkError:
+    return dist.DistNetworkError(f"the connection to rank {rank} failed: {error}")
 
 
 def connected(
@@ -94,49 +93,53 @@ def connected(
     """Connect this rank with all others. A collective.
 
     Args:
+        rank, size: of ranks that all run on this machine.
         exchange: gives the values of all ranks, in rank order, on all of them.
-        timeout_s: seconds that a rank waits for another rank. None: for ever.
+        timeout_s: seconds that a rank waits for another rank. None: forever.
 
     Returns:
-        None on all ranks if two of them cannot connect, run on different machines, or are too many.
+        None on all ranks if two of them cannot connect.
     """
-    with contextlib.ExitStack() as undo:
-        listener, address = None, None
-        if sys.platform == "linux" and size <= MOST_RANKS:
-            with contextlib.suppress(OSError):
-                listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    waits_s = min(_ACCEPT_S, timeout_s or _ACCEPT_S)
+    sockets: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as made, contextlib.ExitStack() as listening:
+
+        def new(stack: contextlib.ExitStack) -> socket.socket:
+            found = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            found.settimeout(waits_s)
+            return found
+
+        address = None
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux":
+                listener = new(listening)
                 listener.bind("")  # Linux chooses a name, which no file has
                 listener.listen(size)
                 address = listener.getsockname()
-        places = exchange((own_key(), address))
-        if len({key for key, _ in places}) > 1 or any(place is None for _, place in places):
+        addresses = exchange(address)
+        if None in addresses:
             return None
-        assert listener is not None
-        sockets: dict[int, socket.socket] = {}
-        closing, waits_s = undo.enter_context(contextlib.ExitStack()), min(_ACCEPT_S, timeout_s or _ACCEPT_S)
-        with contextlib.suppress(OSError):  # the other rank need not accept first
-            for other in range(rank):
-                connection = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                connection.settimeout(waits_s)
-                connection.connect(places[other][1])
+        with contextlib.suppress(OSError):
+            for other in range(rank):  # it need not accept first
+                connection = new(made)
+                connection.connect(addresses[other])
                 connection.send(_RANK.pack(rank))
                 sockets[other] = connection
         if not all(exchange(len(sockets) == rank)):
             return None
         with contextlib.suppress(OSError):
-            listener.settimeout(waits_s)
             while len(sockets) < size - 1:
-                connection = closing.enter_context(listener.accept()[0])
+                connection = made.enter_context(listener.accept()[0])
                 connection.settimeout(waits_s)
                 name = connection.recv(_RANK.size) if _is_own(connection) else b""
                 if len(name) == _RANK.size:
                     sockets[_RANK.unpack(name)[0]] = connection
         if not all(exchange(len(sockets) == size - 1)):
             return None
-        for connection in sockets.values():
-            connection.settimeout(timeout_s)
-        closing.pop_all()
-        return LocalSums(rank, dict(sorted(sockets.items())))
+        made.pop_all()
+    for connection in sockets.values():
+        connection.settimeout(timeout_s)
+    return LocalSums(rank, dict(sorted(sockets.items())))
 
 
 def _is_own(connection: socket.socket) -> bool:

@@ -134,7 +134,7 @@ class World:
     @functools.cached_property
     def local_sums(self) -> LocalSums | None:
         """Faster sums, for a few ranks on one machine. None: elsewhere. The first use is a collective."""
-        if self.held is None or self.size > MOST_RANKS:
+        if self.held is None or self.size > MOST_RANKS or self.nodes.count > 1:
             return None
         timeout_s = None if self.timeout is None else self.timeout.total_seconds()
         found = connected(self.rank, self.size, lambda own: self.broadcast(self.gather(own)), timeout_s)
