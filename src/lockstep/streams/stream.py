@@ -84,7 +84,7 @@ class Stream(Dataset[Any]):
         """The order of the samples of an epoch; see `core.data.order.Order`."""
         self.length = length
         if kept := private_generators.kept_for(getattr(type(samples), "__iter__", samples)):
-            what = f"it uses the generator {kept}, which Lockstep seeds for each sample of `prepare`"
+            what = f"it uses the generator {kept}, which passes, workers and the task share"
             remedy = "make the generator in the function, or give an iterable that holds it: each pass reads a copy"
             raise UsageError(what, where="Stream(samples)", remedy=remedy)
         self.reader = Reader(samples, length, state_every)

@@ -276,7 +276,9 @@ class Shuffled(torch.utils.data.IterableDataset):
 
 
 def test_generators_of_streams_are_left_out():
-    assert places(data=Stream(Shuffled())) == []
+    source = Shuffled()
+    assert places(data=Stream(source), Task=SimpleNamespace(source=source)) == []
+    assert places(data=Stream(Shuffled()), Task=SimpleNamespace(source=Shuffled())) == []
     assert places(data=SimpleNamespace(inner=Shuffled())) == ["data.inner.rng"]  # read by index
 
 
@@ -293,6 +295,7 @@ class Texts:
 
     def __init__(self):
         self.rng, self.flip, self.count = random.Random(0), SimpleNamespace(draws=[torch.Generator()]), 3
+        self.of_all = [random.random, np.random.rand, torch.default_generator, random.SystemRandom()]
 
     def plain(self):
         yield from range(self.count)
@@ -306,11 +309,16 @@ class Texts:
     def flipped(self):
         return [torch.rand(1, generator=self.flip.draws[0])]
 
+    def seeded(self):
+        return [draw() for draw in self.of_all[:2]]
+
 
 def test_a_generator_that_a_function_of_a_stream_shares_with_its_object_is_found():
     texts = Texts()
     assert private_generators.kept_for(texts.plain) is None
+    assert private_generators.kept_for(texts.seeded) is None  # Lockstep seeds the global generators
     assert private_generators.kept_for(list) is None
+    assert private_generators.kept_for(functools.partial(texts.shuffled)) == "Texts.rng"
     assert private_generators.kept_for(texts.shuffled) == "Texts.rng"
     assert private_generators.kept_for(texts.flipped) == "Texts.flip.draws[0]"
     assert private_generators.kept_for(lambda: texts.drawn()) == "Texts.rng"

@@ -49,7 +49,7 @@ def find(**owners: object) -> list[SeededGenerator]:
     found: dict[str, SeededGenerator] = {}
     seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
     for name, owner in owners.items():
-        for place, value in walk(owner, name, seen):
+        for place, value in walk(owner, name, seen, enters_streams=name == "data"):
             if isinstance(value, OWN_GENERATORS) or _seeds_itself(value):
                 text = reachable.text_of(place)
                 text = f"{text} ({len(found)})" if text in found else text
@@ -63,30 +63,41 @@ def on_host(**owners: object) -> list[SeededGenerator]:
     return [generator for generator in find(**owners) if generator.is_on_host]
 
 
-def walk(owner: object, name: str, seen: set[int]) -> Iterator[tuple[reachable.Place, Any]]:
-    """The objects that can be reached from an object, also through code; see `reachable.walk`."""
-    return reachable.walk(owner, name, _parts_to_enter, seen, _OBJECTS)
+def walk(
+    owner: object, name: str, seen: set[int], *, enters_streams: bool = True
+) -> Iterator[tuple[reachable.Place, Any]]:
+    """The objects that can be reached from an object, also through code; see `reachable.walk`.
+
+    Args:
+        enters_streams: whether an `IterableDataset` is entered: data sets with samples by index may hold one, and a
+            task keeps the source of a stream, which belongs to no sample.
+    """
+
+    def parts(value: Any) -> Iterator[tuple[str, Any]]:
+        is_left = isinstance(value, OWN_GENERATORS) or (not enters_streams and _is_iterable_data(value))
+        if not is_left:
+            yield from ((place, item) for place, item in _parts(value) if type(item) not in _LEAVES)
+
+    return reachable.walk(owner, name, parts, seen, _OBJECTS)
 
 
-def _parts_to_enter(value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, OWN_GENERATORS):
-        yield from ((place, item) for place, item in _parts(value) if type(item) not in _LEAVES)
+def _is_iterable_data(value: Any) -> bool:
+    return any(one.__name__ == "IterableDataset" for one in type(value).__mro__)  # torch's, or that of datasets
 
 
 def kept_for(function: Any) -> str | None:
-    """A generator that a function or a bound method uses, and that its object keeps, such as `Texts.rng`.
+    """A generator that a function or a method uses, and that its object keeps, such as `Texts.rng`.
 
     The object is that of the method, or one in the closure of the function.
     """
-    code = getattr(function, "__func__", getattr(function, "func", function))
+    function = getattr(function, "func", function)
+    code = getattr(function, "__func__", function)
     cells = reachable.closure(code) if isinstance(code, FunctionType) else ()
     for owner in (getattr(function, "__self__", None), *(item for _, item in cells)):
         held = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
         for name in sorted(_named(code, type(owner)) & held.keys()):
-            found = walk(held[name], f"{type(owner).__name__}.{name}", set())
-            for place, value in found:
-                if isinstance(value, OWN_GENERATORS):
-                    return reachable.text_of(place)
+            if found := find(**{f"{type(owner).__name__}.{name}": held[name]}):
+                return found[0].place
     return None
 
 
@@ -178,17 +189,17 @@ def _seeded(place: str, value: Any) -> SeededGenerator:
     salt = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "big")  # no two draw the same numbers
     if not isinstance(value, OWN_GENERATORS):
         return SeededGenerator(partial(_by_method, value, salt), None, place)
-    if isinstance(value, random.Random):
-        return SeededGenerator(partial(_seed_python, value, salt), partial(value.getrandbits, 64), place, value)
-    if isinstance(value, torch.Generator):
-        on_host = value.device.type == "cpu"
-        draw: Callable[[], int] | None = partial(_draw_torch, value) if on_host else None
-        return SeededGenerator(partial(_seed_torch, value, salt), draw, place, value)
     bits: Any = value if isinstance(value, np.random.BitGenerator) else getattr(value, "_bit_generator", None)
     bits = value.bit_generator if isinstance(value, np.random.Generator) else bits
-    if isinstance(value, np.random.RandomState) and type(bits) is np.random.MT19937:
-        return SeededGenerator(partial(_seed_legacy, value, salt), value.random_sample, place, value)
-    return SeededGenerator(partial(_seed_bits, bits, salt), bits.random_raw, place, value)
+    if isinstance(value, random.Random):
+        seed: Callable[[int], None] = partial(_seed_python, value, salt)
+    elif isinstance(value, torch.Generator):
+        seed = partial(_seed_torch, value, salt)
+    elif isinstance(value, np.random.RandomState) and type(bits) is np.random.MT19937:
+        seed = partial(_seed_legacy, value, salt)
+    else:
+        seed = partial(_seed_bits, bits, salt)
+    return SeededGenerator(seed, None, place, value)
 
 
 def _seed_python(generator: random.Random, salt: int, seed: int) -> None:
@@ -197,10 +208,6 @@ def _seed_python(generator: random.Random, salt: int, seed: int) -> None:
 
 def _seed_torch(generator: torch.Generator, salt: int, seed: int) -> None:
     generator.manual_seed(seed ^ salt)
-
-
-def _draw_torch(generator: torch.Generator) -> int:
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def _seed_legacy(generator: np.random.RandomState, salt: int, seed: int) -> None:

@@ -23,7 +23,7 @@ class SeededGenerator(NamedTuple):
     seed: Callable[[int], object]
     """Seeds it with 64 bits."""
     draw: Callable[[], int | float] | None
-    """Returns its next number, of at least 53 random bits. None: nobody can notice that code has drawn from it."""
+    """Returns its next number, of at least 53 random bits. None: it is seeded for each sample in any case."""
     place: str
     """Where it is, for messages."""
     generator: Any = None
@@ -214,4 +214,5 @@ class SampleSeeding:
 
 
 def _next(generator: SeededGenerator) -> int | float | None:
-    return generator.draw() if generator.draw is not None else None
+    assert generator.draw is not None
+    return generator.draw()
