@@ -430,19 +430,18 @@ class ExperimentRunner:
         """The largest difference from `one_process` that rounding explains."""
         return self._bound_of(self.difference_from_one_process("one-process-reversed", self.one_process_reversed()))
 
-    def rounding_bound_of(self, name: str, first: list[Recording], second: list[Recording]) -> float:
-        """The largest difference that rounding explains in the training `name`.
+    def own_rounding_bound(
+        self, name: str, recordings: list[Recording], train: Callable[[str], list[Recording]]
+    ) -> float | None:
+        """The largest difference that rounding explains in the training `name`. None: a repetition differs from it.
 
         Args:
-            first: recordings of the training.
-            second: of the same with the samples of each micro-batch in reversed order: the training `name`-reversed.
+            train: trains as `<name>-again`, and with the samples of each micro-batch in reversed order as
+                `<name>-reversed`. It gets `again` or `reversed`.
         """
-        return self._bound_of(self._difference(name, first, f"{name}-reversed", second))
-
-    def is_repeatable(self, name: str, first: list[Recording], again: list[Recording]) -> bool:
-        """Whether the training `name` and its repetition, the training `name`-again, have the same losses and
-        weights."""
-        return self._difference(name, first, f"{name}-again", again).largest == 0
+        if self._difference(name, recordings, f"{name}-again", train("again")).largest:
+            return None
+        return self._bound_of(self._difference(name, recordings, f"{name}-reversed", train("reversed")))
 
     def _bound_of(self, noise: TrainingDifference) -> float:
         return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=len(self.one_process()[0].losses))

@@ -221,8 +221,7 @@ def test_other_weights_and_other_losses_are_a_fault(monkeypatch):
     ],
 )
 def test_a_strategy_may_differ_by_its_own_rounding(monkeypatch, own, weights, status, bound):
-    monkeypatch.setattr(ExperimentRunner, "rounding_bound_of", lambda self, name, first, second: own)
-    monkeypatch.setattr(ExperimentRunner, "is_repeatable", lambda self, name, first, again: True)
+    differences(monkeypatch, {"fsdp-again": 0.0, "fsdp-reversed": own / compare.SAFETY})
     more = {"fsdp-again": [recording(LOSSES)] * 2, "fsdp-reversed": [recording(LOSSES)] * 2}
     result = compared(monkeypatch, weights=weights, check=on_mesh.strategies, **more)
     assert (result.status, result.bound) == (status, pytest.approx(bound))
@@ -230,11 +229,21 @@ def test_a_strategy_may_differ_by_its_own_rounding(monkeypatch, own, weights, st
 
 
 def test_a_strategy_that_differs_from_itself_is_not_excused_by_rounding(monkeypatch):
-    monkeypatch.setattr(ExperimentRunner, "is_repeatable", lambda self, name, first, again: False)
+    differences(monkeypatch, {"fsdp-again": 1e-12, "fsdp-reversed": 1.0})
     again = {"fsdp-again": [recording(LOSSES)] * 2}
     result = compared(monkeypatch, weights=2e-9, check=on_mesh.strategies, **again)
     assert (result.status, result.bound) == ("fault", 1e-9)
-    assert "2 ranks with fsdp train a different model each time" in result.notes
+    assert "2 ranks with fsdp differ when repeated" in result.notes
+
+
+def differences(monkeypatch, weights):
+    """The training `fsdp` differs by so much from others, by their names."""
+
+    def difference(self, name, recordings, other, others):
+        assert name == "fsdp"
+        return TrainingDifference(weights[other], "0.weight", 0.0)
+
+    monkeypatch.setattr(ExperimentRunner, "_difference", difference)
 
 
 def test_other_tensors_are_named(monkeypatch):

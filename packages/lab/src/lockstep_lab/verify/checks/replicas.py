@@ -182,9 +182,7 @@ def compare_with_one_process(
         train: runs the training.
         words: describe the training for people.
         rounds_differently: it may round more than one process does, such as FSDP, which adds up the gradients within
-            a block first. If it differs by more than the bound, and `train("again")` gives the same bits as
-            `<name>-again`, its own rounding is the bound: `train("reversed")` trains as `<name>-reversed`, with the
-            samples of each micro-batch in reversed order.
+            a block first. If it differs by more than the bound, `ExperimentRunner.own_rounding_bound` counts.
     """
     probe = experiments.probe()
     obstacle = probe.obstacle()
@@ -200,12 +198,10 @@ def compare_with_one_process(
     difference = experiments.difference_from_one_process(name, recordings)
     notes = probe.notes()
     if rounds_differently and bound < difference.largest <= _LARGEST_ROUNDING * bound:
-        if experiments.is_repeatable(name, recordings, train("again")):
-            own = experiments.rounding_bound_of(name, recordings, train("reversed"))
-            bound = min(max(bound, own), _LARGEST_ROUNDING * bound)
-            notes = [*notes, f"the bound is {bound:.2g}, because {words} round more than one process does"]
-        else:
-            notes = [*notes, f"{words} train a different model each time"]
+        own = experiments.own_rounding_bound(name, recordings, train)
+        bound = max(bound, min(own or 0.0, _LARGEST_ROUNDING * bound))
+        found = f"round more than one process does: the bound is {bound:.2g}" if own else "differ when repeated"
+        notes = [*notes, f"{words} {found}"]
     curve, other_curve = experiments.one_process()[0].losses, recordings[0].losses
     more = {
         "value": difference.largest,
