@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.cli import first_hour
 from lockstep.cli.application import app
-from lockstep.cli.first_hour import FirstHourStep
+from lockstep_recipes.commands import first_hour
+from lockstep_recipes.commands.first_hour import FirstHourStep
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -88,7 +88,7 @@ app.add_typer(launch, name="launch")
 app.add_typer(doctor, name="doctor")
 _own = {*(_command.__name__.replace("_", "-") for _command in _EXAMPLES), "launch", "doctor"}
 for _name, _joined in declared(_own).items():
-    _joined.join(app, _name)
+    _joined.join(doctor if _joined.group == "doctor" else app, _name)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,7 +9,6 @@ import typer
 from lockstep.cli.check_device import check_device
 from lockstep.cli.commands import Command, CommandGroup
 from lockstep.cli.env import env
-from lockstep.cli.first_hour import first_hour
 from lockstep.cli.preflight import preflight
 from lockstep.cli.recipes import presets
 
@@ -17,7 +16,6 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     env: "lockstep doctor env > environment.txt",
     preflight: "lockstep doctor preflight digits --nproc 2",
     check_device: "lockstep doctor check-device --nproc auto --seconds 600",
-    first_hour: "lockstep doctor first-hour --nproc auto",
     presets: "lockstep doctor presets",
 }
 

@@ -30,6 +30,8 @@ class JoinedCommand:
     call: Callable[..., None] | typer.Typer
     """A function as Typer takes it, or an application with commands."""
     example: str = ""
+    group: str = ""
+    """The group of commands that it joins: `doctor`. Empty: none."""
     hidden: bool = False
     """Leave the command out of the list in `lockstep --help`."""
     replays: Callable[..., None] | None = None

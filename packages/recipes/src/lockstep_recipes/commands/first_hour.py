@@ -18,6 +18,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug
 from lockstep.cli.reporting import FAULT, reporting
 from lockstep.core.errors import UsageError
@@ -120,3 +121,6 @@ def page(results: Sequence[Result]) -> str:
         lines += ["", f"## {number}. {result.state}", "", f"    $ {result.step}"]
         lines += [f"    {line}" for line in result.output.splitlines()[-_SHOWN:]]
     return "\n".join([*lines, ""])
+
+
+COMMAND = JoinedCommand(first_hour, "lockstep doctor first-hour --nproc auto", group="doctor")
