@@ -58,15 +58,22 @@ def other_machine():
 
 
 def other_user():
-    """Rank 0 takes the process of rank 1 for one of a different user."""
-    is_other = os.environ["RANK"] == "0"
-    return mock.patch.multiple(local_sums, _is_own=lambda connection: not is_other, _ACCEPT_S=0.1)
+    """Somebody else connects to rank 0 first."""
+    is_first = os.environ["RANK"] == "0"
+    return mock.patch.object(local_sums, "_process_of", (lambda connection: 1) if is_first else local_sums._process_of)
 
 
+@contextlib.contextmanager
 def no_connection():
     """Rank 1 cannot connect, and rank 0 need not wait until its patience ends."""
-    refused = mock.Mock(side_effect=OSError("not permitted"))
-    return mock.patch.multiple(local_sums, _RANK=mock.Mock(size=8, pack=refused), _ACCEPT_S=3600.0)
+
+    class Refused(socket.socket):
+        def connect(self, address):
+            raise OSError("not permitted")
+
+    refused = Refused if os.environ["RANK"] == "1" else socket.socket
+    with mock.patch.object(local_sums, "_ACCEPT_S", 3600.0), mock.patch.object(local_sums.socket, "socket", refused):
+        yield
 
 
 def no_sockets():
@@ -117,11 +124,9 @@ def test_a_world_that_nobody_joined_has_no_sockets():
     assert World(0, 2, 0, "cpu").local_sums is None
 
 
-def test_a_process_of_a_different_user_is_refused(monkeypatch):
+def test_the_process_at_the_other_end_is_known():
     one, other = pair()
-    assert local_sums._is_own(one.sockets[1])
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert not local_sums._is_own(one.sockets[1])
+    assert local_sums._process_of(one.sockets[1]) == os.getpid()
     one.close()
     other.close()
 

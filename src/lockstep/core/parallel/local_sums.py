@@ -26,7 +26,6 @@ MOST_VALUES = 1024
 waits_for: int | None = None
 """The rank whose numbers this process waits for, for the report of a hang."""
 _ACCEPT_S = 30.0
-_RANK = struct.Struct("q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
@@ -116,24 +115,21 @@ def connected(
                 listener.bind("")  # Linux chooses a name, which no file has
                 listener.listen(size)
                 address = listener.getsockname()
-        addresses = exchange(address)
-        if None in addresses:
+        places = exchange((address, os.getpid()))
+        if None in (address for address, _ in places):
             return None
         with contextlib.suppress(OSError):
             for other in range(rank):  # it need not accept first
                 connection = new(made)
-                connection.connect(addresses[other])
-                connection.send(_RANK.pack(rank))
+                connection.connect(places[other][0])
                 sockets[other] = connection
         if not all(exchange(len(sockets) == rank)):
             return None
-        with contextlib.suppress(OSError):
+        later = {process: other for other, (_, process) in enumerate(places) if other > rank}
+        with contextlib.suppress(OSError, KeyError):  # a process that is none of these ranks may not take part
             while len(sockets) < size - 1:
                 connection = made.enter_context(listener.accept()[0])
-                connection.settimeout(waits_s)
-                name = connection.recv(_RANK.size) if _is_own(connection) else b""
-                if len(name) == _RANK.size:
-                    sockets[_RANK.unpack(name)[0]] = connection
+                sockets[later.pop(_process_of(connection))] = connection
         if not all(exchange(len(sockets) == size - 1)):
             return None
         made.pop_all()
@@ -142,7 +138,7 @@ def connected(
     return LocalSums(rank, dict(sorted(sockets.items())))
 
 
-def _is_own(connection: socket.socket) -> bool:
-    """True if the other process belongs to the same user: others may not take part in a sum."""
-    options = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(options)[1] == os.geteuid())
+def _process_of(connection: socket.socket) -> int:
+    """The process at the other end, as the kernel knows it."""
+    found: int = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return found
