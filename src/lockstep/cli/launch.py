@@ -237,16 +237,9 @@ def through_ssh(
         names = ssh.read_hosts(hosts)
         local_ranks.check_nproc(nproc)
         more = {"--preset": preset, "--max-restarts": max_restarts}
+        many = len(names)
         job = _job(
-            target,
-            overrides,
-            settings,
-            nodes=len(names),
-            nproc=nproc,
-            gpus=0,
-            run_dir=run_dir,
-            env=env or (),
-            more=more,
+            target, overrides, settings, nodes=many, nproc=nproc, gpus=0, run_dir=run_dir, env=env or (), more=more
         )
         words = _split(command, "--ssh")
         jobs.check_tool(words[0], "install an ssh client, or name it with --ssh")

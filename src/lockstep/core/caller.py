@@ -7,6 +7,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,20 @@ def _quoted(word: str) -> str:
     return "..." if word in ("DIR", "KEY") else f'"{word}"'
 
 
-@contextlib.contextmanager
-def command() -> Iterator[None]:
+def command() -> AbstractContextManager[None]:
     """Inside, a command asks, and errors stay as they are."""
-    global _is_command
-    before, _is_command = _is_command, True
-    try:
-        yield
-    finally:
-        _is_command = before
+    return _asking(is_command=True)
+
+
+def script() -> AbstractContextManager[None]:
+    """Inside, a script asks that a command runs."""
+    return _asking(is_command=False)
 
 
 @contextlib.contextmanager
-def script() -> Iterator[None]:
-    """Inside, a script asks that a command runs."""
+def _asking(*, is_command: bool) -> Iterator[None]:
     global _is_command
-    before, _is_command = _is_command, False
+    before, _is_command = _is_command, is_command
     try:
         yield
     finally:

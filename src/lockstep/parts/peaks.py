@@ -18,62 +18,53 @@ class Gpu:
     """The data sheet of a GPU as torch sees it: half of it, for a GPU with two chips that torch sees as two."""
 
     name: str
-    words: frozenset[str]
     """Words in torch's name of the GPU."""
     bf16: float | None
     """10^12 operations per second. None: it has no units for this format."""
-    fp16: float | None
-    tf32: float | None
     fp32: float
     memory_gb: float
     """10^9 bytes, as in the data sheet."""
     link_gb_per_s: float
     """To other GPUs of the machine, both directions together: NVLink or Infinity Fabric; PCIe if it has no other
     link."""
+    tf32: float | None = None
+    half: float | None = None
+    """Of fp16, if it differs from bf16."""
 
+    @property
+    def fp16(self) -> float | None:
+        return self.half or self.bf16
 
-def _gpu(
-    words: str,
-    *,
-    tensor: float | None,
-    fp32: float,
-    memory: float,
-    link: float,
-    tf32: float | None = None,
-    fp16: float | None = None,
-) -> Gpu:
-    """Args:
-    tensor: of bf16, and of fp16 unless `fp16` is given.
-    memory: 10^9 bytes.
-    """
-    return Gpu(words, frozenset(words.lower().split()), tensor, fp16 or tensor, tf32, fp32, memory, link)
+    @property
+    def words(self) -> frozenset[str]:
+        return frozenset(self.name.lower().split())
 
 
 # A name may match several entries: the entry with the most words wins.
 GPUS = (
-    _gpu("A100", tensor=312, tf32=156, fp32=19.5, memory=40, link=600),
-    _gpu("A100 80GB", tensor=312, tf32=156, fp32=19.5, memory=80, link=600),
-    _gpu("A100 80GB PCIe", tensor=312, tf32=156, fp32=19.5, memory=80, link=600),
-    _gpu("H100", tensor=989.4, tf32=494.7, fp32=66.9, memory=80, link=900),
-    _gpu("H100 PCIe", tensor=756, tf32=378, fp32=51.2, memory=80, link=600),
-    _gpu("H100 NVL", tensor=835, tf32=417.5, fp32=60, memory=94, link=600),
-    _gpu("H200", tensor=989.4, tf32=494.7, fp32=66.9, memory=141, link=900),
-    _gpu("H200 NVL", tensor=835, tf32=417.5, fp32=60, memory=141, link=900),
-    _gpu("B200", tensor=2250, tf32=1125, fp32=75, memory=180, link=1800),
-    _gpu("L4", tensor=121, tf32=60, fp32=30.3, memory=24, link=64),
-    _gpu("L40S", tensor=362, tf32=183, fp32=91.6, memory=48, link=64),
-    _gpu("A10", tensor=125, tf32=62.5, fp32=31.2, memory=24, link=64),
-    _gpu("A10G", tensor=70, tf32=35, fp32=35, memory=24, link=64),
-    _gpu("T4", tensor=None, fp16=65, fp32=8.1, memory=16, link=32),
-    _gpu("V100", tensor=None, fp16=125, fp32=15.7, memory=16, link=300),
-    _gpu("V100 32GB", tensor=None, fp16=125, fp32=15.7, memory=32, link=300),
-    _gpu("V100 PCIe", tensor=None, fp16=112, fp32=14, memory=16, link=32),
-    _gpu("V100 PCIe 32GB", tensor=None, fp16=112, fp32=14, memory=32, link=32),
-    _gpu("RTX 3090", tensor=71.2, tf32=35.6, fp32=35.6, memory=24, link=112.5),
-    _gpu("RTX 4090", tensor=165.2, tf32=82.6, fp32=82.6, memory=24, link=64),
-    _gpu("RTX A6000", tensor=154.8, tf32=77.4, fp32=38.7, memory=48, link=112.5),
-    _gpu("MI250X", tensor=191.5, fp32=47.9, memory=64, link=400),
-    _gpu("MI300X", tensor=1307.4, tf32=653.7, fp32=163.4, memory=192, link=896),
+    Gpu("A100", bf16=312, tf32=156, fp32=19.5, memory_gb=40, link_gb_per_s=600),
+    Gpu("A100 80GB", bf16=312, tf32=156, fp32=19.5, memory_gb=80, link_gb_per_s=600),
+    Gpu("A100 80GB PCIe", bf16=312, tf32=156, fp32=19.5, memory_gb=80, link_gb_per_s=600),
+    Gpu("H100", bf16=989.4, tf32=494.7, fp32=66.9, memory_gb=80, link_gb_per_s=900),
+    Gpu("H100 PCIe", bf16=756, tf32=378, fp32=51.2, memory_gb=80, link_gb_per_s=600),
+    Gpu("H100 NVL", bf16=835, tf32=417.5, fp32=60, memory_gb=94, link_gb_per_s=600),
+    Gpu("H200", bf16=989.4, tf32=494.7, fp32=66.9, memory_gb=141, link_gb_per_s=900),
+    Gpu("H200 NVL", bf16=835, tf32=417.5, fp32=60, memory_gb=141, link_gb_per_s=900),
+    Gpu("B200", bf16=2250, tf32=1125, fp32=75, memory_gb=180, link_gb_per_s=1800),
+    Gpu("L4", bf16=121, tf32=60, fp32=30.3, memory_gb=24, link_gb_per_s=64),
+    Gpu("L40S", bf16=362, tf32=183, fp32=91.6, memory_gb=48, link_gb_per_s=64),
+    Gpu("A10", bf16=125, tf32=62.5, fp32=31.2, memory_gb=24, link_gb_per_s=64),
+    Gpu("A10G", bf16=70, tf32=35, fp32=35, memory_gb=24, link_gb_per_s=64),
+    Gpu("T4", bf16=None, half=65, fp32=8.1, memory_gb=16, link_gb_per_s=32),
+    Gpu("V100", bf16=None, half=125, fp32=15.7, memory_gb=16, link_gb_per_s=300),
+    Gpu("V100 32GB", bf16=None, half=125, fp32=15.7, memory_gb=32, link_gb_per_s=300),
+    Gpu("V100 PCIe", bf16=None, half=112, fp32=14, memory_gb=16, link_gb_per_s=32),
+    Gpu("V100 PCIe 32GB", bf16=None, half=112, fp32=14, memory_gb=32, link_gb_per_s=32),
+    Gpu("RTX 3090", bf16=71.2, tf32=35.6, fp32=35.6, memory_gb=24, link_gb_per_s=112.5),
+    Gpu("RTX 4090", bf16=165.2, tf32=82.6, fp32=82.6, memory_gb=24, link_gb_per_s=64),
+    Gpu("RTX A6000", bf16=154.8, tf32=77.4, fp32=38.7, memory_gb=48, link_gb_per_s=112.5),
+    Gpu("MI250X", bf16=191.5, fp32=47.9, memory_gb=64, link_gb_per_s=400),
+    Gpu("MI300X", bf16=1307.4, tf32=653.7, fp32=163.4, memory_gb=192, link_gb_per_s=896),
 )
 # Words for a part of a GPU, and for other GPUs with a similar name.
 _OTHER = frozenset({"mig", "grid", "laptop", "mobile", "ti", "d", "super", "max"})
