@@ -288,7 +288,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CEILINGS = {"lockstep": 32_400, "lockstep_recipes": 21_200, "lockstep_lab": 14_600, "lockstep_audit": 9_300}
+CEILINGS = {"lockstep": 32_200, "lockstep_recipes": 21_500, "lockstep_lab": 14_500, "lockstep_audit": 9_300}
 """At most so many lines of code in a package, without blank lines, comments and docstrings: round, with 5 % slack. They
 change with a release only."""
 

@@ -52,6 +52,11 @@ def on_machine(
     return changed, nproc
 
 
+def count(nproc: str) -> int:
+    """The number of ranks that `--nproc` means; see `local_ranks.ranks_of`."""
+    return local_ranks.ranks_of(nproc)
+
+
 def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """True if this process must start ranks, and is not a rank itself."""
     local_ranks.check_nproc(nproc)

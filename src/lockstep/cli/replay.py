@@ -12,15 +12,7 @@ from lockstep.cli.options import Cold, Debug, Force, Nproc, Overrides, as_argume
 from lockstep.cli.reporting import is_first, reporting, tell_first, write_file
 from lockstep.core.user_files import check_replaceable
 
-REPLAY_KEYS = (
-    "data.workers",
-    "data.prefetch",
-    "data.start_method",
-    "batch.micro",
-    "device",
-    "parallel",
-    "compute",
-)
+REPLAY_KEYS = ("data.workers", "data.prefetch", "data.start_method", "batch.micro", "device", "parallel", "compute")
 """Keys of a run's config that may be changed: none of them determines the training."""
 
 

@@ -16,14 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.configs import registry
-from lockstep.configs.config_layers import (
-    Layers,
-    alternatives,
-    parsed,
-    read_numbers_as_today,
-    read_target,
-    read_yaml,
-)
+from lockstep.configs.config_layers import Layers, alternatives, parsed, read_numbers_as_today, read_target, read_yaml
 from lockstep.core.config import other_words
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.config.sections import training_keys as training_keys

@@ -48,14 +48,7 @@ from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.sampling import of_data
 from lockstep.streams import stream
-from lockstep.trainer import (
-    foreign,
-    joining,
-    memory_shortage,
-    run_directory,
-    run_record,
-    source_code,
-)
+from lockstep.trainer import foreign, joining, memory_shortage, run_directory, run_record, source_code
 from lockstep.trainer.joining import Entries, Recorder
 from lockstep.updates.arrange import arrange
 from lockstep.watch import evidence
@@ -170,10 +163,7 @@ def assemble(
         run.held = held
         run.messages += [*preflight.lines(findings), *messages, *foreign.notes(task)]
         git = run_record.git_commit(config, world)
-        with (
-            joining.opened(run, git, quiet=setup.quiet),
-            memory_shortage.noted(setup.run_dir, config, world, run.plan),
-        ):
+        with joining.opened(run, git, quiet=setup.quiet), memory_shortage.noted(setup.run_dir, config, world, run.plan):
             recorders = [recorder] if recorder is not None else []
             for one in recorders:
                 run.writers.append(Entries(one))

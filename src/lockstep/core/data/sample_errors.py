@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 from lockstep.core import debugging, shortages
 from lockstep.core.code_files import is_own_code
-from lockstep.core.errors import (
-    SKIP,
-    DataError,
-    LockstepError,
-    TrainingError,
-    frame_of_task,
-    listed,
-    short_traceback,
-)
+from lockstep.core.errors import SKIP, DataError, LockstepError, TrainingError, frame_of_task, listed, short_traceback
 
 _AFTER_FORK = "in forked subprocess"  # from the message of torch for CUDA, and for other devices
 _OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and images are among them

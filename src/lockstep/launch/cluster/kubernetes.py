@@ -111,11 +111,7 @@ def train_job(job: Job, pod: Pod, *, name: str, namespace: str, max_restarts: in
                     "failurePolicy": {
                         "maxRestarts": max_restarts,
                         "rules": [
-                            {
-                                "name": "failed",
-                                "action": "FailJobSet",
-                                "onJobFailureReasons": ["PodFailurePolicy"],
-                            }
+                            {"name": "failed", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
                         ],
                     },
                     "replicatedJobs": [
@@ -171,11 +167,7 @@ def pytorch_job(job: Job, pod: Pod, *, name: str, namespace: str, max_restarts: 
         # Without a master: then the controller sets no RANK, which would make each agent a rank.
         "elasticPolicy": {"rdzvBackend": "c10d", "minReplicas": job.nodes, "maxReplicas": job.nodes},
         "pytorchReplicaSpecs": {
-            "Worker": {
-                "replicas": job.nodes,
-                "restartPolicy": "ExitCode",
-                "template": {"spec": _pod(pod, container)},
-            }
+            "Worker": {"replicas": job.nodes, "restartPolicy": "ExitCode", "template": {"spec": _pod(pod, container)}}
         },
     }
     if job.nproc != "auto":

@@ -217,13 +217,7 @@ class LookedAt(NamedTuple):
 
 
 def look_at_evaluation(
-    task: Task,
-    forward: nn.Module,
-    loader: Loader,
-    *,
-    plan: EvaluationPlan,
-    world: World,
-    precision: Precision,
+    task: Task, forward: nn.Module, loader: Loader, *, plan: EvaluationPlan, world: World, precision: Precision
 ) -> LookedAt:
     """Evaluate some samples, spread over the data set. Each rank evaluates them independently.
 

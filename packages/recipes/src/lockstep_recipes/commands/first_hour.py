@@ -67,11 +67,11 @@ def first_hour(
     Steps that need a GPU are skipped if there is none.
     """
     with reporting(debug):
+        from lockstep.cli import ranks
         from lockstep.core import devices
-        from lockstep.trainer import local_ranks
 
         has_gpu = devices.gpus() > 0
-        count = local_ranks.ranks_of(nproc or ("auto" if has_gpu else "2"))
+        count = ranks.count(nproc or ("auto" if has_gpu else "2"))
         if shlex.quote(str(out)) != str(out) or (out.is_dir() and any(out.iterdir())):
             what = "has files already, or a name that a shell reads differently"
             raise UsageError(what, where=str(out), remedy="choose another folder with --run-dir")

@@ -15,6 +15,7 @@ from lockstep_lab.verify.recorder import Recording
 from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
 from lockstep_lab.verify.same_bits import Way
 
+Train = Callable[..., list[Recording]]
 _SHOWN = 8  # ranks, and tensors, in the rows of a check
 _LARGEST_ROUNDING = 10.0
 """No strategy may round more than this many times what one process does: more would hide faults."""
@@ -168,12 +169,7 @@ def accumulation(experiments: ExperimentRunner) -> CheckResult:
 
 
 def compare_with_one_process(
-    experiments: ExperimentRunner,
-    name: str,
-    train: Callable[..., list[Recording]],
-    *,
-    words: str,
-    rounds_differently: bool = False,
+    experiments: ExperimentRunner, name: str, train: Train, *, words: str, rounds_differently: bool = False
 ) -> CheckResult:
     """Compare losses and weights of a training with those of `ExperimentRunner.one_process`.
 
@@ -185,8 +181,7 @@ def compare_with_one_process(
             a block first. If it differs by more than the bound, `ExperimentRunner.own_rounding_bound` counts.
     """
     probe = experiments.probe()
-    obstacle = probe.obstacle()
-    if obstacle is not None:
+    if (obstacle := probe.obstacle()) is not None:
         return not_shown(obstacle)
     bound = experiments.rounding_bound()
     try:
