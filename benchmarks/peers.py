@@ -40,10 +40,9 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from harness import ratios, spread  # noqa: E402
+from harness import ratios, spread
 
+HERE = Path(__file__).resolve().parent
 SYSTEMS = ("plain", "lockstep", "lightning", "accelerate", "trainer")
 RANKS = 2
 HANG_S = 300
@@ -303,10 +302,11 @@ def measure(name, systems, options, folder):
                 values[system].append(None)
             print(f"    {values[system][-1]}", file=sys.stderr, flush=True)
             shutil.rmtree(place, ignore_errors=True)
-    best = _best(values) if scale is not None and rounds > 1 and "lockstep" in systems else None
-    row = {system: _shown(found, scale) for system, found in values.items()}
-    row["of plain"] = _ratio(values, "plain") if best is not None and "plain" in systems else ""
-    row["of the best peer"] = f"{_ratio(values, best)}, {best}" if best else ""
+    row = {system: _shown(found, scale) for system, found in values.items()} | {"of plain": "", "of the best peer": ""}
+    if scale is not None and rounds > 1 and "lockstep" in systems:
+        row["of plain"] = _ratio(values, "plain") if "plain" in systems else ""
+        best = _best(values)
+        row["of the best peer"] = f"{_ratio(values, best)}, {best}" if best else ""
     return row
 
 

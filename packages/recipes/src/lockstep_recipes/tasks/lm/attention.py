@@ -140,12 +140,13 @@ def _fault_of_flash(device: torch.device, dtype: torch.dtype, heads: int, shared
 
     The trial has two rows of several documents, and no effect on the generators of random numbers.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} is too old for it"
     try:
-        with torch.autocast(device.type, enabled=False), torch.enable_grad():
-            found = max(_distances(device, dtype, heads, shared, width))
-        fault = "" if found < _APART else f"it differs from attention with a mask by {found:.2g} of its norm"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+            fault = f"{torch.cuda.get_device_name(device)} is too old for it"
+        else:
+            with torch.autocast(device.type, enabled=False), torch.enable_grad():
+                found = max(_distances(device, dtype, heads, shared, width))
+            fault = "" if found < _APART else f"it differs from attention with a mask by {found:.2g} of its norm"
     except Exception as error:
         fault = described(error)
     if fault:
